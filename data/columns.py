@@ -28,53 +28,38 @@ def with_known_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     Nothing else takes the place of what a source's `columns` map. Answers in a struct with a list `text`, as SQuAD has
     them, or in a list of such structs become lists of texts. Of the options of RACE, QuAIL and QuALITY, the right one
     is the answer; where none is named, there is no answer.
-
-    Raises:
-        ValueError: a right option that is not one of them, in a row that the source keeps.
     """
-    given = source.columns or {}
-    table = _with_right_options(table, source)
+    mapped = source.columns or {}
+    table = _with_right_options(table, mapped)
     for known in KNOWN_COLUMNS:
         renamed = {ours: theirs for ours, theirs in known.items() if ours != theirs}
         # NarrativeQA's question has our name and is a struct.
         is_new = all(ours not in table.column_names or "." in theirs for ours, theirs in renamed.items())
         if is_new and all(has_column(table, theirs) for theirs in known.values()):
             # What the source maps may be a struct itself.
-            free = [ours for ours, theirs in renamed.items() if ours not in given or theirs.startswith(f"{ours}.")]
+            free = [ours for ours, theirs in renamed.items() if ours not in mapped or theirs.startswith(f"{ours}.")]
             table = _replaced(table, {ours: _part(table, renamed[ours]) for ours in free})
     return table
 
 
-def _with_right_options(table: pyarrow.Table, source: Any) -> pyarrow.Table:
+def _with_right_options(table: pyarrow.Table, mapped: Mapping[str, str]) -> pyarrow.Table:
     """Answers from options and the letter (RACE) or number (QuALITY, QuAIL) of the right one."""
-    given, names = source.columns or {}, table.column_names
-    if {"article", "options", "answer"} <= set(names) and "answers" not in names:
+    names = set(table.column_names)
+    if {"article", "options", "answer"} <= names and "answers" not in names:
         options, marks = "options", "answer"
-    elif {"answers", "correct_answer_id"} <= set(names) and "answers" not in given:
+    elif {"answers", "correct_answer_id"} <= names and "answers" not in mapped:
         options, marks = "answers", "correct_answer_id"
     else:
         return table
     if not is_list(table[options].type):
         return table
-    if all(has_column(table, name) for name in source.where or ()):
-        # What is left out may be anything.
-        table = kept_rows(table, source)
-    if options == "options" and "context" not in given:
+    if options == "options" and "context" not in mapped:
         table = _replaced(table, {"context": table["article"]})
     answers: list[Any] = []
-    for row, (texts, mark) in enumerate(zip(table[options].to_pylist(), table[marks].to_pylist(), strict=True)):
+    for texts, mark in zip(table[options].to_pylist(), table[marks].to_pylist(), strict=True):
         place = string.ascii_uppercase.find(mark) if isinstance(mark, str) and len(mark) == 1 else mark
-        if texts is None or mark is None or (isinstance(mark, str) and not mark.strip()):
-            answers.append(None)
-        elif isinstance(place, int) and not isinstance(place, bool) and 0 <= place < len(texts):
-            answers.append([texts[place]])
-        elif source.skip_incomplete:
-            answers.append(None)
-        else:
-            raise ValueError(
-                f"source {source.label!r}: column {marks!r} must be the number of an option, 0 to {len(texts) - 1}, "
-                f"or its letter, from A on, got {mark!r} in row {row} (counted from 0) with the options {texts!r:.200}"
-            )
+        is_option = texts is not None and isinstance(place, int) and 0 <= place < len(texts)
+        answers.append([texts[place]] if is_option else None)
     kind = pyarrow.list_(pyarrow.string())
     return _replaced(table, {"answers": pyarrow.chunked_array([pyarrow.array(answers, kind)])})
 
@@ -183,21 +168,13 @@ def is_list(kind: pyarrow.DataType) -> bool:
 
 
 def is_text(kind: pyarrow.DataType) -> bool:
-    """Whether a column holds texts, also as numbers in a dictionary."""
-    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)
+    """Whether a column holds texts."""
+    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
 
 
 def is_blank(texts: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
     """Which texts of a column are empty or white space, null where a text is."""
-    return pyarrow.compute.equal(pyarrow.compute.utf8_trim_whitespace(_decoded(texts)), "")
-
-
-def _decoded(column: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
-    """A column whose values are not numbers in a dictionary, or views, which few functions of Arrow take."""
-    if pyarrow.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    return column.cast(pyarrow.large_string()) if pyarrow.types.is_string_view(column.type) else column
+    return pyarrow.compute.equal(pyarrow.compute.utf8_trim_whitespace(texts), "")
 
 
 def _has_value(item: Any) -> bool:
@@ -205,15 +182,10 @@ def _has_value(item: Any) -> bool:
 
 
 def _mask(column: pyarrow.ChunkedArray, wanted: Any) -> pyarrow.ChunkedArray:
-    column = _decoded(column)
     if not isinstance(wanted, Mapping):
         values = list(wanted) if isinstance(wanted, Sequence) and not isinstance(wanted, str) else [wanted]
         if pyarrow.types.is_null(column.type):
             values = [value for value in values if value is None]
-        for value in values:
-            # As a value of the column it would be cut to a whole number.
-            if pyarrow.types.is_integer(column.type) and isinstance(value, float) and not value.is_integer():
-                raise ValueError(f"{value!r} is no whole number")
         return pyarrow.compute.is_in(column, pyarrow.array(values, column.type))
     mask = column.is_valid()
     if "from" in wanted:

@@ -1,28 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parquet, JSONL and text files as one table, with our names for its columns."""
+"""Parquet, JSON, CSV, TSV and text files as records, and as one table with our names for its columns."""
 
 from __future__ import annotations
 
-import codecs
+import csv
 import glob
+import gzip
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow
-import pyarrow.json
 import pyarrow.parquet
 
 from ..configuration.nearest_names import check_choice, nearest
 from .columns import is_list, with_our_columns
 from .sources import COLUMNS, FILE_TYPES, TEXT_FILES
 
+# The member's name, of a JSON file that is a mapping from names to records.
+KEY = "_key"
 _ID_COLUMNS = ("id", "query_id", "doc_id")
 # What training, evaluation and retrieval read of a table.
 _READ_COLUMNS = (*_ID_COLUMNS, *COLUMNS, "query", "title", "score", "source_texts")
-_LARGEST_BLOCK = 2**31 - 1
-_UNREADABLE = (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError)
+_ROWS_AT_ONCE = 10_000
+UNREADABLE = (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError)
 
 
 def read_files(source: Any, data_dir: str | None = None) -> pyarrow.Table:
@@ -34,8 +37,8 @@ def read_files(source: Any, data_dir: str | None = None) -> pyarrow.Table:
 
     Returns:
         The rows of all files, in order of the files' names, with the columns that all of them have, and with
-        `source_texts`, null in the rows of a file that has none, where any has it. Ids are brought to texts where
-        files differ; a column that nothing reads and that cannot be merged is left out.
+        `source_texts`, null in the rows of a file that has none, where any has it. IDs become texts where files
+        differ; a column that nothing reads and that cannot be merged is left out.
 
     Raises:
         ValueError: no such file, an unknown file type, a file that cannot be read, a missing column, or a column of
@@ -44,24 +47,25 @@ def read_files(source: Any, data_dir: str | None = None) -> pyarrow.Table:
     paths = matching_paths(source.path, data_dir)
     if not paths:
         pattern = Path(data_dir or ".").expanduser() / source.path
-        folder = pattern.parent
-        present = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        reason = nearest(pattern.name, present) if present else "; give the folder with the data files as data_dir"
+        names = [entry.name for entry in pattern.parent.iterdir()] if pattern.parent.is_dir() else []
+        reason = nearest(pattern.name, names) if names else "; give the folder with the data files as data_dir"
         raise ValueError(f"source {source.path!r}: there is no file {pattern}{reason}")
-    tables = []
-    for path in paths:
-        suffix = Path(path).suffix
-        check_choice(f"file type of {path}:", suffix, FILE_TYPES)
+    tables, files = [], []
+    for path in map(Path, paths):
+        check_choice(f"file type of {path}:", path.suffix, FILE_TYPES)
         try:
-            table = _read_file(path)
-        except (*_UNREADABLE, UnicodeDecodeError) as error:
+            parts = [with_our_columns(table, source) for table in _tables(path)]
+        except (*UNREADABLE, UnicodeError) as error:
             raise ValueError(f"source {source.path!r}: {path} cannot be read: {error}") from error
-        tables.append(with_our_columns(table, source))
-    return _merged(tables, paths, source)
+        tables += parts
+        files += [path] * len(parts)
+    if not tables:
+        raise ValueError(f"source {source.path!r} has no rows")
+    return _merged(tables, files, source)
 
 
 def matching_paths(pattern: str, data_dir: str | None = None) -> list[str]:
-    """The file of this name, or those of this pattern in order of their names.
+    """Return the file of this name, or those of this pattern in order of their names.
 
     Args:
         pattern: in which brackets, stars and question marks stand for letters, if no file has it as its name.
@@ -73,97 +77,152 @@ def matching_paths(pattern: str, data_dir: str | None = None) -> list[str]:
     return sorted(glob.glob(str(Path(glob.escape(str(folder))) / pattern)))
 
 
-def _read_file(path: str) -> pyarrow.Table:
-    """A file as it is; a text file is a row with the column `text`."""
-    suffix = Path(path).suffix
-    if suffix in TEXT_FILES:
-        return pyarrow.table({"text": [Path(path).read_text(encoding="utf-8-sig")]})
-    return _without_views(pyarrow.parquet.read_table(path)) if suffix == ".parquet" else _read_json(path)
+def _tables(path: Path) -> Iterator[pyarrow.Table]:
+    if path.suffix in TEXT_FILES:
+        yield pyarrow.table({"text": [path.read_text(encoding="utf-8-sig")]})
+    elif path.suffix == ".parquet":
+        table = pyarrow.parquet.read_table(path)
+        kinds = [_plain(kind) for kind in table.schema.types]
+        yield table.cast(pyarrow.schema(list(zip(table.column_names, kinds, strict=True))))
+    else:
+        yield from record_tables(read_records(path), _ROWS_AT_ONCE, path)
 
 
-def _read_json(path: str) -> pyarrow.Table:
-    """A file of JSON lines, or an array of rows, in which a text that looks like a date stays the text that it is."""
-    lines = _lines_of_array(path)
-    try:
-        return _without_times(path, lines, pyarrow.json.ReadOptions())
-    except _UNREADABLE:
-        size = Path(path).stat().st_size if lines is None else len(lines)
-        if not 0 < size <= _LARGEST_BLOCK:
-            raise
-        # A row may be longer than a block, or a column hold nulls alone in the first one and lists behind it.
-        return _without_times(path, lines, pyarrow.json.ReadOptions(block_size=size))
-
-
-def _lines_of_array(path: str) -> bytes | None:
-    """The rows of a file that is one array as JSON lines; `None` of every other file."""
-    with open(path, "rb") as file:
-        start = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()
-    if not start.startswith(b"["):
-        return None
-    try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise pyarrow.ArrowInvalid(f"it begins as an array, and is not JSON: {error}") from error
-    if wrong := [row for row in rows if not isinstance(row, dict)]:
-        raise pyarrow.ArrowInvalid(f"it is an array of other things than rows, such as {wrong[0]!r}")
-    return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows).encode()
-
-
-def _without_times(path: str, lines: bytes | None, options: pyarrow.json.ReadOptions) -> pyarrow.Table:
-    def place() -> Any:
-        return path if lines is None else pyarrow.BufferReader(lines)
-
-    table = pyarrow.json.read_json(place(), read_options=options)
-    kinds = {field.name: _with_texts(field.type, pyarrow.types.is_temporal) for field in table.schema}
-    changed = [(field.name, kinds[field.name]) for field in table.schema if kinds[field.name] != field.type]
-    if not changed:
-        return table
-    parsing = pyarrow.json.ParseOptions(explicit_schema=pyarrow.schema(changed), unexpected_field_behavior="infer")
-    return pyarrow.json.read_json(place(), read_options=options, parse_options=parsing).select(table.column_names)
-
-
-def _without_views(table: pyarrow.Table) -> pyarrow.Table:
-    """A table whose views of texts, which cannot be filtered, are texts."""
-    kinds = [_with_texts(kind, pyarrow.types.is_string_view) for kind in table.schema.types]
-    schema = pyarrow.schema(list(zip(table.column_names, kinds, strict=True)))
-    return table if kinds == table.schema.types else table.cast(schema)
-
-
-def _with_texts(kind: pyarrow.DataType, is_other: Callable[[pyarrow.DataType], bool]) -> pyarrow.DataType:
-    """A type with texts in place of those in it that are something else."""
-    if is_other(kind):
-        return pyarrow.large_string() if pyarrow.types.is_string_view(kind) else pyarrow.string()
+def _plain(kind: pyarrow.DataType) -> pyarrow.DataType:
+    """A type without dictionaries and views, which few functions of Arrow take."""
+    if pyarrow.types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if pyarrow.types.is_string_view(kind):
+        return pyarrow.large_string()
     if is_list(kind):
-        item = _with_texts(kind.value_type, is_other)
         make = pyarrow.list_ if pyarrow.types.is_list(kind) else pyarrow.large_list
-        return kind if item == kind.value_type else make(item)
+        return make(_plain(kind.value_type))
     if pyarrow.types.is_struct(kind):
-        parts = [(field.name, _with_texts(field.type, is_other)) for field in kind]
-        return kind if [part for _, part in parts] == [field.type for field in kind] else pyarrow.struct(parts)
+        return pyarrow.struct([(field.name, _plain(field.type)) for field in kind])
     return kind
 
 
-def _merged(tables: Sequence[pyarrow.Table], paths: Sequence[str], source: Any) -> pyarrow.Table:
+def record_tables(records: Iterable[Mapping[str, Any]], num_rows: int, place: object) -> Iterator[pyarrow.Table]:
+    """Make tables of records, `num_rows` rows each; numbers become texts in a column that has both.
+
+    Args:
+        records: mappings from columns to values.
+        num_rows: of each table but the last.
+        place: what errors call it.
+
+    Raises:
+        ValueError: a column whose values have no common type.
+    """
+    records = iter(records)
+    while batch := list(itertools.islice(records, num_rows)):
+        columns = {}
+        for name in dict.fromkeys(name for record in batch for name in record):
+            values = [record.get(name) for record in batch]
+            if {type(value) for value in values if value is not None} == {str, int}:
+                values = [value if value is None else str(value) for value in values]
+            try:
+                columns[name] = pyarrow.array(values)
+            except (*UNREADABLE, UnicodeError) as error:
+                raise ValueError(f"{place}: column {name!r} cannot be read: {error}") from error
+        yield pyarrow.table(columns)
+
+
+def file_type(path: Path) -> str:
+    """The suffix of a file, that of gzip apart."""
+    return Path(path.name.removesuffix(".gz")).suffix
+
+
+def read_records(path: Path, names: Sequence[str] | None = None) -> Iterator[Mapping[str, Any]]:
+    """Read the records of a Parquet, JSON, CSV or TSV file, one after the other; other files are JSON lines.
+
+    Of a JSON file these are the members of its list, or of the list `data` in it, or of the mapping from names to
+    records that it is, with their names as `KEY`.
+
+    Args:
+        path: the file, also with gzip around it.
+        names: of a CSV or TSV file without a line of names.
+
+    Raises:
+        ValueError: a file that is not what its name says, or a record that is not a mapping.
+    """
+    kind, number = file_type(path), 0
+    try:
+        for record in _records(path, kind, names):
+            if not isinstance(record, Mapping):
+                raise ValueError(f"{record!r:.80} is not a mapping from columns to values")
+            yield record
+            number += 1
+    except (*UNREADABLE, ValueError, OSError, EOFError, RecursionError, csv.Error) as error:
+        raise ValueError(f"{path} cannot be read, after record {number}: {error}") from error
+
+
+def _records(path: Path, kind: str, names: Sequence[str] | None) -> Iterator[Any]:
+    if kind == ".parquet":
+        with pyarrow.parquet.ParquetFile(path) as table:
+            for batch in table.iter_batches(batch_size=1000):
+                yield from batch.to_pylist()
+        return
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8-sig", newline={".csv": "", ".tsv": "\n"}.get(kind)) as file:
+        if kind == ".csv":
+            csv.field_size_limit(2**31 - 1)
+            yield from csv.DictReader(file, names)
+        elif kind == ".tsv":
+            yield from _tab_separated(file, names)
+        elif kind == ".json":
+            yield from _members(file.read())
+        else:
+            yield from (json.loads(line) for line in file if line.strip())
+
+
+def _tab_separated(file: IO[str], names: Sequence[str] | None) -> Iterator[Mapping[str, Any]]:
+    """The rows of a TSV, in which quotation marks and carriage returns are letters, but for one at a line's end."""
+    rows = (line.removesuffix("\n").removesuffix("\r") for line in file)
+    for row in filter(None, rows):
+        values = row.split("\t")
+        if names is None:
+            names = values
+        else:
+            yield dict(itertools.zip_longest(names, values[: len(names)]))
+
+
+def _members(text: str) -> Sequence[Any]:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise
+        # Some .json files hold a mapping a line.
+        content = [json.loads(line) for line in text.splitlines() if line.strip()]
+    if not isinstance(content, dict):
+        return content if isinstance(content, list) else [content]
+    if isinstance(content.get("data"), list):
+        return content["data"]
+    if all(isinstance(value, dict) for value in content.values()):
+        return [{KEY: name, **value} for name, value in content.items()]
+    return [content]
+
+
+def _merged(tables: Sequence[pyarrow.Table], files: Sequence[Path], source: Any) -> pyarrow.Table:
     merged = {}
     if any("source_texts" in table.column_names for table in tables):
-        # A file without them has whole documents, and its neighbours' rows stay windows of theirs.
+        # A file without them has whole documents, and the rows of other files stay windows of theirs.
         tables = [_with_source_texts(table) for table in tables]
     for name in tables[0].column_names:
         if not all(name in table.column_names for table in tables):
             continue
         parts = [table.select([name]) for table in tables]
+        kinds = {str(part[name].type): file for part, file in reversed(list(zip(parts, files, strict=True)))}
         try:
-            if name in _ID_COLUMNS and len({part[name].type for part in parts}) > 1:
+            if name in _ID_COLUMNS and len(kinds) > 1:
                 parts = [part.cast(pyarrow.schema([(name, pyarrow.string())])) for part in parts]
             merged[name] = pyarrow.concat_tables(parts, promote_options="permissive")[name]
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             if name in _READ_COLUMNS:
-                kinds = {str(part[name].type): path for part, path in reversed(list(zip(parts, paths, strict=True)))}
-                found = " and ".join(f"{kind} in {path}" for kind, path in reversed(kinds.items()))
                 needed = "a list of whole texts" if name == "source_texts" else "of one type in all files"
                 raise ValueError(
                     f"source {source.label!r}: column {(source.columns or {}).get(name, name)!r} must be {needed}, "
-                    f"got {found}"
+                    f"got {' and '.join(f'{kind} in {file}' for kind, file in reversed(kinds.items()))}"
                 ) from error
     return pyarrow.table(merged)
 

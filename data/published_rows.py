@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# The member's name, of a JSON file that is a mapping from names to records.
-KEY = "_key"
+from .files import KEY
+
 # GMSA, Appendix E: 20 documents for each question of NaturalQuestions, one of which has the answer.
 _NQ_DOCUMENTS = 20
 _LONG_ALPACA = re.compile(

@@ -2,17 +2,15 @@
 """The register of published data sets: where each is, under which licence, and which column is which of ours.
 
 It is `published_sets.yaml`. Training and evaluation read a source in these columns as it stands (`data.columns`), and
-`context-compressors data` makes files of what they do not read.
+`convert_published` makes files of what they do not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from . import published_rows
 from .yaml_text import read_yaml
 
 RETRIEVAL = "retrieval"
@@ -21,8 +19,6 @@ TASK_COLUMNS = {
     "question_answering": ("id", "context", "question", "answers"),
     "summarisation": ("id", "context", "summary"),
 }
-
-MakeRows = Callable[[Iterable[Mapping[str, Any]], Path | None, str], Iterator[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -65,11 +61,6 @@ class PublishedSet:
     def place(self) -> str:
         """Where it comes from: its repository on the Hub with its configuration, or its home."""
         return ":".join(filter(None, (self.hub, self.config))) or str(self.home)
-
-    def rows_of(self, is_table: bool) -> MakeRows | None:
-        """What makes rows of its records, in tables or in other files; `None` where these are rows."""
-        name = self.table_rows if is_table else self.file_rows
-        return None if name is None else getattr(published_rows, name)
 
 
 PUBLISHED_SETS: Mapping[str, PublishedSet] = {

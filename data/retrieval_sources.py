@@ -13,7 +13,6 @@ A folder as BEIR has it (corpus.jsonl, queries.jsonl, qrels/*.tsv) is one, too, 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,14 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
-import pyarrow.csv
-import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import check_choice, nearest
 from ..modeling.parts.text_ids import context_end_ids, context_start_ids, encode
 from .columns import with_our_columns
-from .files import matching_paths
+from .files import matching_paths, read_records
 from .rows import check_texts, read_table
 
 _NEEDED_COLUMNS = {"corpus": ("id", "text"), "queries": ("id", "query"), "relevance": ("query_id", "doc_id")}
@@ -62,7 +59,7 @@ class RetrievalTable:
         columns: our column -> the table's own, where they differ.
 
     Raises:
-        ValueError: not one of name and path, or a field of another type.
+        ValueError: not one of name and path.
     """
 
     name: str | None = None
@@ -74,15 +71,6 @@ class RetrievalTable:
     def __post_init__(self) -> None:
         if (self.name is None) == (self.path is None):
             raise ValueError(f"a table has exactly one of name and path, got {self.name!r} and {self.path!r}")
-        for name in ("name", "path", "config", "split"):
-            value = getattr(self, name)
-            if not isinstance(value, str) and not (value is None and name != "split"):
-                raise ValueError(f"{name} of table {self.label!r} must be a text, got {value!r}")
-        columns = {} if self.columns is None else self.columns
-        if not isinstance(columns, Mapping) or not all(isinstance(column, str) for column in columns.values()):
-            raise ValueError(
-                f"columns of table {self.label!r} must be a mapping from our column to its, got {columns!r}"
-            )
 
     @property
     def label(self) -> str:
@@ -306,43 +294,14 @@ def _stream(table: RetrievalTable, data_dir: str | None) -> Iterator[Mapping[str
     if not paths:
         raise ValueError(f"{table.label!r}: there is no file {Path(data_dir or '.').expanduser() / str(table.path)}")
     for path in paths:
-        if path.endswith(".parquet"):
-            for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1000):
-                yield from batch.to_pylist()
-        else:
-            with open(path, encoding="utf-8-sig") as lines:
-                yield from (_json_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip())
-
-
-def _json_row(path: str, number: int, line: str) -> Mapping[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-    if not isinstance(row, Mapping):
-        raise ValueError(f"{path}, line {number} must be a mapping of columns to values, got {line.strip():.80}")
-    return row
-
-
-def _read_tsv(table: RetrievalTable, data_dir: str | None) -> pyarrow.Table:
-    path = Path(data_dir or ".").expanduser() / str(table.path)
-    columns = table.columns or {}
-    # An id such as 007 is no number.
-    types = {columns.get(name, name): pyarrow.string() for name in _NEEDED_COLUMNS["relevance"]}
-    try:
-        content = pyarrow.csv.read_csv(
-            path,
-            parse_options=pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False),
-            convert_options=pyarrow.csv.ConvertOptions(column_types=types),
-        )
-    except (OSError, pyarrow.ArrowInvalid) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    return with_our_columns(content, table)
+        yield from read_records(Path(path))
 
 
 def _read(name: str, table: RetrievalTable, data_dir: str | None) -> pyarrow.Table:
-    is_tsv = name == "relevance" and str(table.path).endswith(".tsv")
-    content = _read_tsv(table, data_dir) if is_tsv else read_table(table, data_dir)
+    if str(table.path).endswith(".tsv"):
+        content = with_our_columns(pyarrow.Table.from_pylist(list(_stream(table, data_dir))), table)
+    else:
+        content = read_table(table, data_dir)
     for column in _NEEDED_COLUMNS[name]:
         if column not in content.column_names:
             raise ValueError(

@@ -81,7 +81,7 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
 
     Raises:
         ValueError: no such file, an unknown file type, a missing column, no row, a row that lacks a value which the
-            tasks need: no text, or a blank question, answer or summary, or of a file a text that is not UTF-8.
+            tasks need: no text, or a blank question, answer or summary.
     """
     if source.streaming:
         table = _streamed(source)
@@ -152,10 +152,7 @@ def _complete_rows(table: pyarrow.Table, source: DataSource) -> pyarrow.Table:
     """The rows that have what the source's tasks need, or any task could."""
     needed = _text_columns(source, table.column_names) if source.tasks else _ALL_TEXTS
     answers = ["answers"] if not source.tasks or "question_answering" in source.tasks else []
-    names = [name for name in (*needed, *answers) if name in table.column_names]
-    for name in names:
-        _check_encoding(table[name], source, name)
-    return complete_rows(table, names)
+    return complete_rows(table, [name for name in (*needed, *answers) if name in table.column_names])
 
 
 def _say_left_out(source: DataSource, num_left_out: int, num_rows: int) -> None:
@@ -185,15 +182,12 @@ def read_table(source: Any, data_dir: str | None = None) -> pyarrow.Table:
         ValueError: no such file, an unknown file type, a file that cannot be read, files that cannot be merged or a
             missing column.
     """
-    if source.name is not None:
-        return with_our_columns(_read_hub(source), source)
-    return read_files(source, data_dir)
-
-
-def _read_hub(source: DataSource) -> pyarrow.Table:
+    if source.name is None:
+        return read_files(source, data_dir)
     from datasets import load_dataset
 
-    return load_dataset(source.name, source.config, split=source.split).with_format("arrow")[:]
+    table = load_dataset(source.name, source.config, split=source.split).with_format("arrow")[:]
+    return with_our_columns(table, source)
 
 
 def context_column(task: str, columns: Sequence[str]) -> str:
@@ -226,7 +220,6 @@ def check_texts(table: pyarrow.Table, column: str, source: Any) -> None:
     """
     values = table[column]
     _refuse_rows(values.is_null(), "is null", source, column)
-    _check_encoding(values, source, column)
     if column == "context" and is_list(values.type):
         _check_lists(values, source, column, _NO_ANSWER)
         return
@@ -236,29 +229,6 @@ def check_texts(table: pyarrow.Table, column: str, source: Any) -> None:
     of_benchmark = column == "question" and is_of_benchmark(table.column_names)
     if len(values) and column in _WRITTEN_COLUMNS and not of_benchmark:
         _refuse_rows(is_blank(values), "is blank", source, column, _NO_ANSWER)
-
-
-def _check_encoding(values: pyarrow.ChunkedArray, source: Any, column: str) -> None:
-    """`ValueError` with the first row of a file's column whose text is not UTF-8, as Arrow does not ask of JSON."""
-    if source.path is None:
-        # Of a data set of the Hub, this would read all of it.
-        return
-    start = 0
-    for chunk in values.chunks:
-        # Of a part of a table, the lists of other rows are looked at, too: a copy has its own alone.
-        is_encoded = _is_encoded(chunk) or _is_encoded(chunk.take(pyarrow.array(range(len(chunk)))))
-        for row in range(0 if is_encoded else len(chunk)):
-            if not _is_encoded(chunk.take(pyarrow.array([row]))):
-                raise ValueError(f"{_place(source, column)} is not UTF-8 in row {start + row} (counted from 0)")
-        start += len(chunk)
-
-
-def _is_encoded(texts: pyarrow.Array) -> bool:
-    try:
-        texts.validate(full=True)
-    except pyarrow.ArrowInvalid:
-        return False
-    return True
 
 
 def _refuse_rows(wrong: pyarrow.ChunkedArray, fault: str, source: Any, column: str, advice: str = "") -> None:
@@ -299,7 +269,6 @@ def with_answer_lists(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     answers = table["answers"]
     kind = answers.type
     _refuse_rows(answers.is_null(nan_is_null=True), "is null", source, "answers", _NO_ANSWER)
-    _check_encoding(answers, source, "answers")
     if is_list(kind):
         _check_lists(answers, source, "answers", _NO_ANSWER)
         return table
@@ -370,7 +339,6 @@ def draw_document(
                 num_tokens=length,
                 kind=source.kind,
                 split=source.split,
-                facts_per_record=source.facts_per_record,
                 count_tokens=lambda text: len(encode(tokenizer, text)),
             )
         except ValueError:

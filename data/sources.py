@@ -7,7 +7,6 @@ A source is a mapping such as `{path: qa_squad_train.parquet, tasks: [question_a
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,21 +24,6 @@ COLUMNS = ("id", "context", "question", "answers", "summary", "text", *BENCHMARK
 # One text each, in UTF-8.
 TEXT_FILES = (".txt", ".md")
 FILE_TYPES = (".parquet", ".jsonl", ".json", *TEXT_FILES)
-_FIELD_TYPES: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("name", "path", "config", "split", "kind", "by", "licence", "hub_id", "title"), (str, "a text")),
-    **dict.fromkeys(
-        ("max_samples", "facts_per_record", "contexts_per_document", "document_tokens"), (int, "a whole number")
-    ),
-    **dict.fromkeys(
-        ("generated", "streaming", "skip_incomplete", "supporting_passages", "separate_passages"),
-        (bool, "true or false"),
-    ),
-    "weight": ((int, float), "a number, such as 0.5 or 1.0e-1"),
-    "tasks": ((list, tuple, str), "a list of tasks"),
-    "rows": ((list, tuple), "two whole numbers, [first, end]"),
-    "columns": (Mapping, "a mapping from our column to the source's"),
-    "where": (Mapping, "a mapping from a column to the values that are kept"),
-}
 _ENDS = {"from", "below"}
 _KINDS = {"name": "a data set of the Hub", "path": "a file", "generated": "generated documents"}
 _OF_ROWS = ("rows", "where", "columns", "max_samples", "contexts_per_document", "skip_incomplete")
@@ -48,7 +32,6 @@ _KINDS_WITH = {
     **dict.fromkeys((*_OF_ROWS, "supporting_passages", "separate_passages"), ("name", "path")),
     "config": ("name",),
     "split": ("name", "generated"),
-    "facts_per_record": ("generated",),
     **dict.fromkeys(("by", "document_tokens"), ()),
 }
 
@@ -84,7 +67,6 @@ class DataSource:
         by: in an evaluation, a data set of its own for each value of this column.
         kind: only this kind of generated document; in an evaluation also a task of RULER, see `evaluation.ruler`.
         document_tokens: in an evaluation, length of generated documents, or of a task of RULER.
-        facts_per_record: of generated documents: say only so many things about each record, see `generate_document`.
         contexts_per_document: of questions: up to so many neighbouring contexts of the source, a number drawn for each
             example, are joined to one document with blank lines between them, as far as they fit.
         columns: where the source has other names: our column -> its column, with dots into structs, e.g.
@@ -105,7 +87,6 @@ class DataSource:
     max_samples: int | None = None
     rows: Sequence[int] | None = None
     kind: str | None = None
-    facts_per_record: int | None = None
     contexts_per_document: int = 1
     columns: Mapping[str, str] | None = None
     where: Mapping[str, Any] | None = None
@@ -122,7 +103,9 @@ class DataSource:
     def __post_init__(self) -> None:
         if sum((self.name is not None, self.path is not None, bool(self.generated))) != 1:
             raise ValueError(f"a source has exactly one of name, path and generated: true, got {self.label!r}")
-        self._check_types()
+        if isinstance(self.weight, str):
+            # YAML 1.1 reads 1e-1, which has no point, as a text.
+            object.__setattr__(self, "weight", float(self.weight))
         tasks = (self.tasks,) if isinstance(self.tasks, str) else tuple(self.tasks)
         object.__setattr__(self, "tasks", tasks)
         for task in tasks:
@@ -131,13 +114,9 @@ class DataSource:
             raise ValueError("generated documents have no summaries: take summarisation out of their tasks")
         if self.generated:
             check_choice("split of generated documents:", self.split, SPLITS)
-        if self.facts_per_record is not None and self.facts_per_record < 1:
-            raise ValueError(
-                f"facts_per_record of source {self.label!r} must be at least 1, got {self.facts_per_record!r}"
-            )
         if self.weight is not None and not 0 < self.weight < math.inf:
             raise ValueError(f"weight of source {self.label!r} must be above 0 and finite, got {self.weight!r}")
-        if self.rows is not None and not _is_range(self.rows):
+        if self.rows is not None and not (len(self.rows) == 2 and 0 <= self.rows[0] < self.rows[1]):
             raise ValueError(
                 f"rows of source {self.label!r} must be [first, end] with 0 <= first < end, got {self.rows}"
             )
@@ -152,32 +131,14 @@ class DataSource:
             raise ValueError(
                 f"streaming of source {self.label!r} needs the name of a data set, and rows or max_samples"
             )
+        for column in self.columns or {}:
+            check_choice(f"column of source {self.label!r}:", column, COLUMNS)
         for column, wanted in (self.where or {}).items():
-            if not isinstance(column, str):
-                raise ValueError(f"where of source {self.label!r} must name columns, got {column!r}")
             if isinstance(wanted, Mapping) and not (wanted and wanted.keys() <= _ENDS):
                 raise ValueError(
                     f"where of source {self.label!r}: {column} must be a value, a list of values, or a range such as "
                     f"{{from: 4000, below: 8000}}, got {wanted!r}"
                 )
-
-    def _check_types(self) -> None:
-        """Refuse values that a field cannot have, such as what YAML does not read as it looks."""
-        if isinstance(self.weight, str):
-            # YAML 1.1 reads 1e-1, which has no point, as a text.
-            with contextlib.suppress(ValueError):
-                object.__setattr__(self, "weight", float(self.weight))
-        for name, (kind, words) in _FIELD_TYPES.items():
-            value = getattr(self, name)
-            if value is None and getattr(type(self), name) is None:
-                continue
-            is_other = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
-            if is_other or (isinstance(value, str) and not value.strip()):
-                raise ValueError(f"{name} of source {self.label!r} must be {words}, got {value!r}")
-        for column, theirs in (self.columns or {}).items():
-            check_choice(f"column of source {self.label!r}:", column, COLUMNS)
-            if not isinstance(theirs, str):
-                raise ValueError(f"columns of source {self.label!r}: {column} must name a column, got {theirs!r}")
 
     @property
     def label(self) -> str:
@@ -275,8 +236,3 @@ def short_form(text: str) -> dict[str, Any]:
             **({"config" if config.endswith("_hop") else "kind": config} if config else {}),
         }
     return {**found, "name": name, **({"config": config} if config else {}), **({"split": split} if split else {})}
-
-
-def _is_range(rows: Sequence[Any]) -> bool:
-    whole = all(isinstance(row, int) and not isinstance(row, bool) for row in rows)
-    return whole and len(rows) == 2 and 0 <= rows[0] < rows[1]

@@ -11,11 +11,13 @@ They are a benchmark of their own, beside real text, never in its place.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 KINDS = ("biography", "inventory", "timetable", "ledger")
 SPLITS = ("train", "test")
@@ -88,6 +90,11 @@ class GeneratedQuestion:
     hops: int
 
 
+# The number of a record, and a fact about it.
+_Fact = tuple[int, str]
+_Record = tuple[dict[_Fact, str], list[tuple[list[_Fact], GeneratedQuestion]]]
+
+
 @dataclass(frozen=True)
 class GeneratedDocument:
     """A document and every question that it answers."""
@@ -97,17 +104,6 @@ class GeneratedDocument:
     kind: str
     split: str
     seed: int
-
-
-@dataclass
-class _Record:
-    """Sentences that belong together, and questions with the sentences each one needs."""
-
-    sentences: dict[str, str]
-    questions: list[tuple[tuple[str, ...], GeneratedQuestion]] = field(default_factory=list)
-
-    def ask(self, needs: tuple[str, ...], question: str, answer: str) -> None:
-        self.questions.append((needs, GeneratedQuestion(question, answer, len(needs))))
 
 
 class _Vocabulary:
@@ -172,8 +168,8 @@ class _Vocabulary:
     def word(self, words: list[str]) -> str:
         return self.value(lambda: self.rng.choice(words))
 
-    def either(self, *templates: str) -> str:
-        return self.rng.choice(templates)
+    def either(self, templates: Sequence[str]) -> str:
+        return self.rng.choice(templates) if len(templates) > 1 else templates[0]
 
 
 def split_of(value: str) -> str:
@@ -181,161 +177,142 @@ def split_of(value: str) -> str:
     return "test" if zlib.crc32(value.encode()) % _TEST_SHARE == 0 else "train"
 
 
-def _biographies(draw: _Vocabulary) -> Iterator[_Record]:
-    teacher: tuple[str, str, str] | None = None
-    while True:
+class _Biographies:
+    sentences = {
+        "born": ("{p} was born in {town}.", "{town} is where {p} was born."),
+        "year": ("{p} came into the world in {year}.",),
+        "job": ("{p} works as a {job}.", "By trade {p} is a {job}."),
+        "home": ("{p} lives in {home}.", "The home of {p} is in {home}."),
+        "pet": ("{p} keeps a {animal} named {pet}.",),
+    }
+    questions = (
+        (("born",), "town", ("Where was {p} born?", "In which town was {p} born?")),
+        (("year",), "year", ("In which year did {p} come into the world?",)),
+        (("job",), "job", ("What does {p} work as?", "What is the trade of {p}?")),
+        (("home",), "home", ("Where does {p} live?", "Where is the home of {p}?")),
+        (("pet",), "pet", ("What is the name of the animal that {p} keeps?",)),
+        (("pet",), "p", ("Who keeps the {animal} named {pet}?",)),
+        (("born", "home"), "home", ("Where does the person who was born in {town} live?",)),
+        (("pet", "job"), "job", ("What is the trade of the person whose {animal} is named {pet}?",)),
+    )
+    # Of everybody but the first.
+    mentor_sentence = "{p} learned the trade from {mentor}."
+    mentor_questions = (
+        (("mentor",), "mentor", ("From whom did {p} learn the trade?",)),
+        (("mentor", "mentor_born"), "mentor_town", ("Where was the person born from whom {p} learned the trade?",)),
+    )
+
+    @staticmethod
+    def values(draw: _Vocabulary) -> dict[str, str]:
         person, town, home, year = draw.unique_person(), draw.town(), draw.town(), draw.amount(1700, 1999)
         job, animal, pet = draw.word(_JOBS), draw.word(_ANIMALS), draw.pet()
-        key = person
-        record = _Record(
-            {
-                f"{key}/born": draw.either("{p} was born in {v}.", "{v} is where {p} was born.").format(
-                    p=person, v=town
-                ),
-                f"{key}/year": f"{person} came into the world in {year}.",
-                f"{key}/job": draw.either("{p} works as a {v}.", "By trade {p} is a {v}.").format(p=person, v=job),
-                f"{key}/home": draw.either("{p} lives in {v}.", "The home of {p} is in {v}.").format(p=person, v=home),
-                f"{key}/pet": f"{person} keeps a {animal} named {pet}.",
-            }
-        )
-        record.ask(
-            (f"{key}/born",), draw.either("Where was {p} born?", "In which town was {p} born?").format(p=person), town
-        )
-        record.ask((f"{key}/year",), f"In which year did {person} come into the world?", year)
-        record.ask(
-            (f"{key}/job",), draw.either("What does {p} work as?", "What is the trade of {p}?").format(p=person), job
-        )
-        record.ask(
-            (f"{key}/home",), draw.either("Where does {p} live?", "Where is the home of {p}?").format(p=person), home
-        )
-        record.ask((f"{key}/pet",), f"What is the name of the animal that {person} keeps?", pet)
-        record.ask((f"{key}/pet",), f"Who keeps the {animal} named {pet}?", person)
-        record.ask((f"{key}/born", f"{key}/home"), f"Where does the person who was born in {town} live?", home)
-        record.ask(
-            (f"{key}/pet", f"{key}/job"), f"What is the trade of the person whose {animal} is named {pet}?", job
-        )
-        if teacher is not None:
-            mentor, mentor_town, mentor_key = teacher
-            record.sentences[f"{key}/mentor"] = f"{person} learned the trade from {mentor}."
-            record.ask((f"{key}/mentor",), f"From whom did {person} learn the trade?", mentor)
-            record.ask(
-                (f"{key}/mentor", f"{mentor_key}/born"),
-                f"Where was the person born from whom {person} learned the trade?",
-                mentor_town,
-            )
-        teacher = (person, town, key)
-        yield record
+        return {"p": person, "town": town, "home": home, "year": year, "job": job, "animal": animal, "pet": pet}
 
 
-def _inventories(draw: _Vocabulary) -> Iterator[_Record]:
-    while True:
+class _Inventories:
+    sentences = {
+        "content": ("The {c} holds {n} {thing}.", "There are {n} {thing} in the {c}."),
+        "owner": ("The {c} belongs to {owner}.", "{owner} owns the {c}."),
+        "room": ("The {c} stands in room {room}.",),
+    }
+    questions = (
+        (("content",), "n", ("How many {thing} are in the {c}?",)),
+        (("content",), "thing", ("What does the {c} hold?",)),
+        (("owner",), "owner", ("Who owns the {c}?", "To whom does the {c} belong?")),
+        (("room",), "room", ("In which room does the {c} stand?",)),
+        (("room", "content"), "n", ("How many {thing} are kept in room {room}?",)),
+        (("owner", "room"), "room", ("In which room does the property of {owner} stand?",)),
+    )
+
+    @staticmethod
+    def values(draw: _Vocabulary) -> dict[str, str]:
         # The number makes the container unique, colour and material make it a phrase worth compressing.
-        container = (
-            f"{draw.word(_COLOURS)} {draw.word(_MATERIALS)} {draw.rng.choice(_CONTAINERS)} {draw.number(10, 999)}"
-        )
-        thing, count, owner, room = (
-            draw.word(_THINGS),
-            draw.amount(2, 9999),
-            draw.unique_person(),
-            draw.number(100, 9999),
-        )
-        key = container
-        record = _Record(
-            {
-                f"{key}/content": draw.either("The {c} holds {n} {v}.", "There are {n} {v} in the {c}.").format(
-                    c=container, n=count, v=thing
-                ),
-                f"{key}/owner": draw.either("The {c} belongs to {v}.", "{v} owns the {c}.").format(
-                    c=container, v=owner
-                ),
-                f"{key}/room": f"The {container} stands in room {room}.",
-            }
-        )
-        record.ask((f"{key}/content",), f"How many {thing} are in the {container}?", count)
-        record.ask((f"{key}/content",), f"What does the {container} hold?", thing)
-        record.ask(
-            (f"{key}/owner",),
-            draw.either("Who owns the {c}?", "To whom does the {c} belong?").format(c=container),
-            owner,
-        )
-        record.ask((f"{key}/room",), f"In which room does the {container} stand?", room)
-        record.ask((f"{key}/room", f"{key}/content"), f"How many {thing} are kept in room {room}?", count)
-        record.ask((f"{key}/owner", f"{key}/room"), f"In which room does the property of {owner} stand?", room)
-        yield record
+        colour, material = draw.word(_COLOURS), draw.word(_MATERIALS)
+        container = f"{colour} {material} {draw.rng.choice(_CONTAINERS)} {draw.number(10, 999)}"
+        thing, count = draw.word(_THINGS), draw.amount(2, 9999)
+        owner, room = draw.unique_person(), draw.number(100, 9999)
+        return {"c": container, "thing": thing, "n": count, "owner": owner, "room": room}
 
 
-def _timetables(draw: _Vocabulary) -> Iterator[_Record]:
-    while True:
+class _Timetables:
+    sentences = {
+        "start": ("{t} leaves {a} at {leaves}.", "At {leaves}, {t} leaves {a}."),
+        "end": ("{t} reaches {b} at {arrives}.", "At {arrives}, {t} reaches {b}."),
+        "platform": ("{t} departs from platform {platform}.",),
+        "driver": ("The driver of {t} is {driver}.", "{driver} drives {t}."),
+    }
+    questions = (
+        (("start",), "leaves", ("When does {t} leave?",)),
+        (("start",), "a", ("Which town does {t} leave?",)),
+        (("end",), "b", ("Which town does {t} reach?",)),
+        (("end",), "arrives", ("When does {t} arrive?",)),
+        (("platform",), "platform", ("From which platform does {t} depart?",)),
+        (("driver",), "driver", ("Who drives {t}?", "Who is the driver of {t}?")),
+        (("platform", "start"), "leaves", ("When does the {noun} from platform {platform} leave?",)),
+        (("driver", "end"), "b", ("Which town does the {noun} driven by {driver} reach?",)),
+    )
+
+    @staticmethod
+    def values(draw: _Vocabulary) -> dict[str, str]:
         kind = draw.rng.choice(("Train", "Ferry", "Bus"))
         vehicle = f"{kind} {draw.number(100, 9999)}"
         start, end, leaves, arrives = draw.town(), draw.town(), draw.time(), draw.time()
-        platform, driver = draw.number(1, 999), draw.unique_person()
-        key, noun = vehicle, kind.lower()
-        record = _Record(
-            {
-                f"{key}/start": draw.either("{t} leaves {a} at {v}.", "At {v}, {t} leaves {a}.").format(
-                    t=vehicle, a=start, v=leaves
-                ),
-                f"{key}/end": draw.either("{t} reaches {b} at {v}.", "At {v}, {t} reaches {b}.").format(
-                    t=vehicle, b=end, v=arrives
-                ),
-                f"{key}/platform": f"{vehicle} departs from platform {platform}.",
-                f"{key}/driver": draw.either("The driver of {t} is {v}.", "{v} drives {t}.").format(
-                    t=vehicle, v=driver
-                ),
-            }
-        )
-        record.ask((f"{key}/start",), f"When does {vehicle} leave?", leaves)
-        record.ask((f"{key}/start",), f"Which town does {vehicle} leave?", start)
-        record.ask((f"{key}/end",), f"Which town does {vehicle} reach?", end)
-        record.ask((f"{key}/end",), f"When does {vehicle} arrive?", arrives)
-        record.ask((f"{key}/platform",), f"From which platform does {vehicle} depart?", platform)
-        record.ask(
-            (f"{key}/driver",), draw.either("Who drives {t}?", "Who is the driver of {t}?").format(t=vehicle), driver
-        )
-        record.ask(
-            (f"{key}/platform", f"{key}/start"), f"When does the {noun} from platform {platform} leave?", leaves
-        )
-        record.ask((f"{key}/driver", f"{key}/end"), f"Which town does the {noun} driven by {driver} reach?", end)
-        yield record
+        values = {"t": vehicle, "noun": kind.lower(), "a": start, "b": end, "leaves": leaves, "arrives": arrives}
+        return {**values, "platform": draw.number(1, 999), "driver": draw.unique_person()}
 
 
-def _ledgers(draw: _Vocabulary) -> Iterator[_Record]:
-    while True:
+class _Ledgers:
+    sentences = {
+        "amount": ("{b} paid {n} crowns for {t}.", "For {t}, {b} paid {n} crowns."),
+        "seller": ("{b} bought {t} from {seller}.", "{seller} sold {t} to {b}."),
+        "date": ("On {day}, {b} signed receipt {receipt}.",),
+    }
+    questions = (
+        (("amount",), "n", ("How many crowns did {b} pay for {t}?",)),
+        (("amount",), "t", ("What did {b} pay {n} crowns for?",)),
+        (("seller",), "seller", ("From whom did {b} buy {t}?",)),
+        (("date",), "day", ("When did {b} sign a receipt?",)),
+        (("date",), "b", ("Who signed receipt {receipt}?",)),
+        (("date", "amount"), "n", ("How many crowns did the signer of receipt {receipt} pay?",)),
+        (("seller", "date"), "day", ("When did the person who bought from {seller} sign a receipt?",)),
+    )
+
+    @staticmethod
+    def values(draw: _Vocabulary) -> dict[str, str]:
         buyer, seller, thing = draw.unique_person(), draw.unique_person(), draw.word(_THINGS)
         amount, day, receipt = draw.amount(11, 9999), draw.date(), draw.number(1000, 9999)
-        key = f"{buyer}/{thing}"
-        record = _Record(
-            {
-                f"{key}/amount": draw.either("{b} paid {v} crowns for {t}.", "For {t}, {b} paid {v} crowns.").format(
-                    b=buyer, t=thing, v=amount
-                ),
-                f"{key}/seller": draw.either("{b} bought {t} from {v}.", "{v} sold {t} to {b}.").format(
-                    b=buyer, t=thing, v=seller
-                ),
-                f"{key}/date": f"On {day}, {buyer} signed receipt {receipt}.",
-            }
+        return {"b": buyer, "seller": seller, "t": thing, "n": amount, "day": day, "receipt": receipt}
+
+
+_RECORDS: dict[str, Any] = dict(zip(KINDS, (_Biographies, _Inventories, _Timetables, _Ledgers), strict=True))
+
+
+def _records(kind: str, draw: _Vocabulary) -> Iterator[_Record]:
+    """Records of a kind: sentences by fact, and questions with the record and fact of each sentence that they need."""
+    form, teacher = _RECORDS[kind], None
+    for number in itertools.count():
+        values = form.values(draw)
+        sentences = {(number, fact): draw.either(forms).format(**values) for fact, forms in form.sentences.items()}
+        asked = form.questions
+        questions = [(needs, draw.either(forms).format(**values), values[answer]) for needs, answer, forms in asked]
+        if form is _Biographies and teacher is not None:
+            values |= {"mentor": teacher["p"], "mentor_town": teacher["town"]}
+            sentences[number, "mentor"] = form.mentor_sentence.format(**values)
+            asked = form.mentor_questions
+            questions += [(needs, forms[0].format(**values), values[answer]) for needs, answer, forms in asked]
+        teacher = values
+        yield (
+            sentences,
+            [
+                ([_place(number, need) for need in needs], GeneratedQuestion(question, answer, len(needs)))
+                for needs, question, answer in questions
+            ],
         )
-        record.ask((f"{key}/amount",), f"How many crowns did {buyer} pay for {thing}?", amount)
-        record.ask((f"{key}/amount",), f"What did {buyer} pay {amount} crowns for?", thing)
-        record.ask((f"{key}/seller",), f"From whom did {buyer} buy {thing}?", seller)
-        record.ask((f"{key}/date",), f"When did {buyer} sign a receipt?", day)
-        record.ask((f"{key}/date",), f"Who signed receipt {receipt}?", buyer)
-        record.ask(
-            (f"{key}/date", f"{key}/amount"), f"How many crowns did the signer of receipt {receipt} pay?", amount
-        )
-        record.ask(
-            (f"{key}/seller", f"{key}/date"), f"When did the person who bought from {seller} sign a receipt?", day
-        )
-        yield record
 
 
-_RECORDS = {"biography": _biographies, "inventory": _inventories, "timetable": _timetables, "ledger": _ledgers}
-
-
-def _fact(key: str) -> str:
-    """The kind of fact that a sentence states: the last part of its key."""
-    return key.rpartition("/")[2]
+def _place(number: int, fact: str) -> _Fact:
+    """The record and fact that a question needs; a mentor is the person of the record before."""
+    return (number - 1, "born") if fact == "mentor_born" else (number, fact)
 
 
 def count_words(text: str) -> int:
@@ -350,7 +327,6 @@ def generate_document(
     kind: str | None = None,
     split: str = "train",
     count_tokens: Callable[[str], int] = count_words,
-    facts_per_record: int | None = None,
 ) -> GeneratedDocument:
     """Make one document of at most `num_tokens` tokens, filled as far as whole sentences go.
 
@@ -360,54 +336,37 @@ def generate_document(
         kind: "biography", "inventory", "timetable" or "ledger"; drawn from the seed when `None`.
         split: "train" or "test"; names and values of the two never meet.
         count_tokens: number of tokens of a text, e.g. `lambda text: len(tokenizer(text).input_ids)`.
-        facts_per_record: say only so many things about each person, container, vehicle or purchase, the same ones
-            about all of them; everything when `None`. A short document then names many, and a question cannot be
-            answered without finding the right one.
 
     Returns:
         The document, with all one-hop and two-hop questions that its sentences answer.
 
     Raises:
-        TypeError: a seed or number that is no int.
         ValueError: a length, kind or split that is not allowed, or a length in which no sentence fits.
     """
-    numbers = {"seed": seed, "num_tokens": num_tokens, "facts_per_record": facts_per_record}
-    for name, value in numbers.items():
-        if name == "facts_per_record" and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
     if not MIN_TOKENS <= num_tokens <= MAX_TOKENS:
         raise ValueError(f"num_tokens must be {MIN_TOKENS} to {MAX_TOKENS}, got {num_tokens}")
     if split not in SPLITS:
         raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
     if kind is not None and kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS} or None, got {kind!r}")
-    if facts_per_record is not None and facts_per_record < 1:
-        raise ValueError(f"facts_per_record must be at least 1 or None, got {facts_per_record}")
     rng = random.Random(f"{seed}/{split}/{num_tokens}")
     drawn_kind = rng.choice(KINDS)
     kind = kind or drawn_kind
 
-    kept: dict[str, str] = {}
+    kept: dict[_Fact, str] = {}
     questions: list[GeneratedQuestion] = []
-    total = 0
-    facts: set[str] | None = None
-    for record in _RECORDS[kind](_Vocabulary(rng, split)):
-        order = list(record.sentences)
+    total, full = 0, False
+    for sentences, asked in _records(kind, _Vocabulary(rng, split)):
+        order = list(sentences)
         rng.shuffle(order)
-        if facts_per_record is not None:
-            facts = facts or {_fact(key) for key in order[:facts_per_record]}
-            order = [key for key in order if _fact(key) in facts]
-        full = False
-        for key in order:
-            length = count_tokens(" " + record.sentences[key])
+        for fact in order:
+            length = count_tokens(" " + sentences[fact])
             full = total + length > num_tokens
             if full:
                 break
-            kept[key] = record.sentences[key]
+            kept[fact] = sentences[fact]
             total += length
-        questions += [question for needs, question in record.questions if all(need in kept for need in needs)]
+        questions += [question for needs, question in asked if all(need in kept for need in needs)]
         if full:
             break
     if not kept:

@@ -3,65 +3,24 @@
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow
-import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling.parts.chat_template import DOCUMENT_END
 from ..modeling.parts.text_ids import encode, encode_all
-from .columns import is_list, joined_lists
+from .columns import is_list
 from .document_ids import document_id, ends_as_source, source_ids
 from .rows import PassageText, context_column, read_rows
 from .sources import DataSource
 
 
-class _Tokenized:
-    """What keeps texts, or contexts of passages, as integer arrays.
-
-    Args:
-        tokenizer: makes the token ids.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer = tokenizer
-        self._lengths: dict[int, list[int]] = {}
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        raise NotImplementedError
-
-    def _encoded(self, index: int, text: str | Sequence[str]) -> np.ndarray:
-        """Token ids of a text, none of a blank one, or of passages with blank lines between them."""
-        if isinstance(text, str):
-            return np.asarray(encode(self._tokenizer, text) if text.strip() else [], dtype=np.int32)
-        passages, between = encode_all(self._tokenizer, text), encode(self._tokenizer, DOCUMENT_END)
-        self._lengths[index] = [len(passage) for passage in passages]
-        ids = [token for passage in passages for token in (*between, *passage)]
-        return np.asarray(ids[len(between) :], dtype=np.int32)
-
-    def passages(self, index: int) -> list[list[int]]:
-        """Token ids of a context's passages; of a text, its own."""
-        ids = self[index].tolist()
-        if index not in self._lengths:
-            return [ids]
-        found, start, between = [], 0, len(encode(self._tokenizer, DOCUMENT_END))
-        for length in self._lengths[index]:
-            found.append(ids[start : start + length])
-            start += length + between
-        return found
-
-
-def _as_text(context: str | Sequence[str] | None) -> str:
-    return context or "" if context is None or isinstance(context, str) else PassageText(context)
-
-
-class TokenizedRows(_Tokenized):
-    """A column of texts as integer arrays, each read and tokenized when it is asked for.
+class TokenizedTexts:
+    """A column of texts as integer arrays, each tokenized when it is asked for.
 
     The column stays where it is, which for a data set of the Hub is a memory-mapped file. The arrays that were made
     first are kept, up to `max_kept_tokens` tokens in all.
@@ -72,60 +31,46 @@ class TokenizedRows(_Tokenized):
         max_kept_tokens: with 4 bytes each.
     """
 
-    def __init__(self, column: pyarrow.ChunkedArray, tokenizer: PreTrainedTokenizerBase, max_kept_tokens: int = 2**26):
-        super().__init__(tokenizer)
-        self._column = column
+    def __init__(
+        self,
+        column: pyarrow.Array | pyarrow.ChunkedArray,
+        tokenizer: PreTrainedTokenizerBase,
+        max_kept_tokens: int = 2**26,
+    ):
+        self._column, self._tokenizer, self._num_free = column, tokenizer, max_kept_tokens
+        self._between = encode(tokenizer, DOCUMENT_END)
         self._ids: dict[int, np.ndarray] = {}
-        self._num_free = max_kept_tokens
 
-    def __getitem__(self, row: int) -> np.ndarray:
-        ids = self._ids.get(row)
+    def __len__(self) -> int:
+        return len(self._column)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        ids = self._ids.get(index)
         if ids is None:
-            ids = self._encoded(row, self._column[row].as_py() or "")
+            joined = [token for passage in self.passages(index) for token in (*self._between, *passage)]
+            ids = np.asarray(joined[len(self._between) :], dtype=np.int32)
             if len(ids) <= self._num_free:
-                self._ids[row] = ids
+                self._ids[index] = ids
                 self._num_free -= len(ids)
         return ids
 
-    def document_id(self, row: int) -> str:
-        """The id of a row's whole text, see `document_id`."""
-        return document_id(_as_text(self._column[row].as_py()))
+    def _text(self, index: int) -> str | list[str]:
+        return self._column[index].as_py() or ""
 
-
-class TokenizedTexts(_Tokenized):
-    """Texts as integer arrays, each tokenized when it is first asked for and then kept.
-
-    Args:
-        texts: the texts, or lists of passages.
-        tokenizer: makes the token ids.
-    """
-
-    def __init__(self, texts: Sequence[str | Sequence[str]], tokenizer: PreTrainedTokenizerBase):
-        super().__init__(tokenizer)
-        self._texts = list(texts)
-        self._ids: list[np.ndarray | None] = [None] * len(self._texts)
-        self._document_ids = [""] * len(self._texts)
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        ids = self._ids[index]
-        if ids is None:
-            ids = self._ids[index] = self._encoded(index, self._texts[index])
-            self._document_ids[index] = document_id(_as_text(self._texts[index]))
-            self._texts[index] = ""
-        return ids
+    def passages(self, index: int) -> list[list[int]]:
+        """Token ids of a context's passages; of a text, its own."""
+        text = self._text(index)
+        if isinstance(text, str):
+            return [encode(self._tokenizer, text) if text.strip() else []]
+        return encode_all(self._tokenizer, text)
 
     def document_id(self, index: int) -> str:
         """The id of a whole text, see `document_id`."""
-        return self._document_ids[index] or document_id(_as_text(self._texts[index]))
+        return document_id(_as_text(self._text(index)))
 
-    def window(self, length: int, rng: random.Random) -> list[int]:
-        """A window of `length` tokens from a random offset of a random text (the whole text when it is shorter)."""
-        ids = self[rng.randrange(len(self))]
-        start = rng.randrange(max(1, len(ids) - length + 1))
-        return ids[start : start + length].tolist()
+
+def _as_text(context: str | Sequence[str]) -> str:
+    return context if isinstance(context, str) else PassageText(context)
 
 
 class TextColumn:
@@ -134,27 +79,24 @@ class TextColumn:
     Args:
         column: the texts, or lists of passages.
         tokenizer: makes the token ids.
-        is_shared: whether rows have texts in common, which are then tokenized once; else rows stay in their table
-            until they are drawn.
+        is_shared: whether rows have texts in common, which are then tokenized once.
     """
 
     def __init__(self, column: pyarrow.ChunkedArray, tokenizer: PreTrainedTokenizerBase, is_shared: bool):
-        if not is_shared:
-            self.texts: TokenizedRows | TokenizedTexts = TokenizedRows(column, tokenizer)
-            self.text_of_row: np.ndarray = np.arange(len(column))
-            return
-        has_passages = is_list(column.type)
-        if has_passages:
-            between = _unused_mark(column)
-            column = joined_lists(column, between)
-        # Chunk by chunk, in a type that has room for more than 2 GiB.
-        distinct = column.cast(pyarrow.large_string()).dictionary_encode().combine_chunks()
-        texts = distinct.dictionary.to_pylist()
-        self.texts = TokenizedTexts([text.split(between) for text in texts] if has_passages else texts, tokenizer)
-        self.text_of_row = distinct.indices.to_numpy()
+        self.text_of_row: np.ndarray = np.arange(len(column))
+        distinct: pyarrow.Array | pyarrow.ChunkedArray = column
+        if is_shared and is_list(column.type):
+            places: dict[tuple[str, ...], int] = {}
+            rows = [places.setdefault(tuple(passages), len(places)) for passages in column.to_pylist()]
+            self.text_of_row, distinct = np.asarray(rows), pyarrow.array(list(map(list, places)))
+        elif is_shared:
+            # Chunk by chunk, in a type that has room for more than 2 GiB.
+            numbered = column.cast(pyarrow.large_string()).dictionary_encode().combine_chunks()
+            self.text_of_row, distinct = numbered.indices.to_numpy(), numbered.dictionary
+        self.texts = TokenizedTexts(distinct, tokenizer)
 
     def __getitem__(self, row: int) -> np.ndarray:
-        return self.texts[self.text_of_row[row]]
+        return self.texts[int(self.text_of_row[row])]
 
     def passages(self, row: int) -> list[list[int]]:
         """Token ids of the passages of a row's context; of a text, its own."""
@@ -163,15 +105,6 @@ class TextColumn:
     def document_id(self, row: int) -> str:
         """The id of a row's whole text, see `document_id`."""
         return self.texts.document_id(int(self.text_of_row[row]))
-
-
-def _unused_mark(column: pyarrow.ChunkedArray) -> str:
-    """A character that stands in no passage: while contexts are looked up, it stands between theirs."""
-    passages = pyarrow.compute.list_flatten(column)
-    # From the one on that separates records.
-    marks = map(chr, range(0x1E, 0xD800))
-    compute = pyarrow.compute
-    return next(mark for mark in marks if not compute.any(compute.match_substring(passages, mark)).as_py())
 
 
 class FileSource:
@@ -245,7 +178,7 @@ class FileSource:
     def ends(self, task: str, row: int) -> bool:
         """Whether the text that a task reads of a row comes to the end of a document, see `ends_as_source`."""
         named = self.value("source_texts", row) if "source_texts" in self.columns else None
-        return not named or ends_as_source(_as_text(self.value(self._column_of_task[task], row)), named)
+        return not named or ends_as_source(_as_text(self.value(self._column_of_task[task], row) or ""), named)
 
     def target_ends(self, row: int) -> bool:
         """Whether a row's answer or summary is whole: a teacher's may have been cut at its limit."""

@@ -42,7 +42,6 @@ _KINDS_WITH: dict[str, tuple[tuple[str, ...], str]] = {
         ("name", "ruler/name", "generated"),
         "a data set of the Hub, or generated documents that are no task of RULER",
     ),
-    "facts_per_record": (("generated",), "generated documents that are no task of RULER"),
     "document_tokens": (("generated", "ruler/generated", *_RULER_ROWS), "generated documents or a task of RULER"),
 }
 _HOPS = {"one_hop": 1, "two_hop": 2}
@@ -236,7 +235,6 @@ def _draw_document(
                 num_tokens=num_tokens,
                 kind=source.kind,
                 split=source.split,
-                facts_per_record=source.facts_per_record,
                 count_tokens=lambda text: len(encode(tokenizer, text)),
             )
         except ValueError:

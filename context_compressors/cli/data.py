@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .command import OVERWRITE, argument, command, positive_int
+from .command import OVERWRITE, argument, command
 
 _EXAMPLES = """
 context-compressors data --list
@@ -30,11 +30,9 @@ context-compressors data fiqa fiqa --split test
     argument("--list", action="store_true", help="tell names, licences and which tables of the papers need them"),
     argument("--split", default="train", help="train (default), validation, test, or as the data set calls it"),
     argument("--source", metavar="PLACE", help="file, pattern or folder of what was published (default: the Hub)"),
-    argument("--config", metavar="NAME", help="the Hub data set's configuration (default: as the list says)"),
     argument("--where", metavar="YAML", help="only rows with these values, such as '{subset: [NewsQA, HotpotQA]}'"),
     argument("--supporting-passages", action="store_true", help="leave out the distractors of multi-hop questions"),
     argument("--separate-passages", action="store_true", help="contexts are lists of passages, compressed apart"),
-    argument("--max-rows", type=positive_int, metavar="N", help="write the first N rows (default: all)"),
     OVERWRITE,
     examples=_EXAMPLES,
 )
@@ -46,7 +44,7 @@ def main(arguments: argparse.Namespace) -> None:
     """
     from tqdm.auto import tqdm
 
-    from ..data.converters import convert
+    from ..data.convert_published import convert
     from ..data.published_sets import PUBLISHED_SETS
     from ..data.yaml_text import parse_yaml
     from ..reporting.tables import markdown_table
@@ -67,11 +65,9 @@ def main(arguments: argparse.Namespace) -> None:
             arguments.output,
             split=arguments.split,
             source=arguments.source,
-            config=arguments.config,
             where=where,
             supporting_passages=arguments.supporting_passages,
             separate_passages=arguments.separate_passages,
-            max_rows=arguments.max_rows,
             overwrite=arguments.overwrite,
             on_rows=progress.update,
         )

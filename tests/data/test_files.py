@@ -75,15 +75,14 @@ def test_a_row_may_be_longer_than_what_is_read_at_a_time(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"text": "a"}\n{"text": 5}\n', "changed from string to number in row 1"),
-        ('{"text": [[]]}\n{"text": ["a"]}\n', "changed from array to string"),
-        ('{"text": "a"\n', "JSON parse error"),
-        ("", "Empty JSON file"),
+        ('{"text": "a"}\n{"text": ["b"]}\n', "rows.jsonl: column 'text' cannot be read: .*list"),
+        ('{"text": "a"\n', "rows.jsonl cannot be read, after record 0: Expecting"),
+        ("", "source 'rows.jsonl' has no rows"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, content, message):
     (tmp_path / "rows.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=rf"source 'rows\.jsonl': .*rows\.jsonl cannot be read: .*{message}"):
+    with pytest.raises(ValueError, match=message):
         rows_of(tmp_path, "rows.jsonl", tasks=("reconstruction",))
 
 
@@ -183,7 +182,7 @@ def test_an_array_of_rows_is_read_as_lines_are(tmp_path):
     write(tmp_path / "lines.json", rows)
     (tmp_path / "array.json").write_text("\ufeff " + json.dumps(rows, indent=1), encoding="utf-8")
     assert rows_of(tmp_path, "array.json").to_pylist() == rows_of(tmp_path, "lines.json").to_pylist()
-    for content, message in (("[1, 2]", "an array of other things than rows, such as 1"), ("[{", "is not JSON")):
+    for content, message in (("[1, 2]", "1 is not a mapping from columns"), ("[{", "after record 0: Expecting")):
         (tmp_path / "array.json").write_text(content)
         with pytest.raises(ValueError, match=message):
             rows_of(tmp_path, "array.json")

@@ -111,27 +111,6 @@ def test_train_and_test_share_no_name_and_no_answer(kind):
 MONTHS = "January February March April May June July August September October November December".split()  # noqa: SIM905
 
 
-# Words by which each fact's sentences are known, whatever their template.
-FACTS = {
-    "biography": ["born", "came into", "works as|By trade", "lives in|home of", "keeps", "learned"],
-    "inventory": ["holds|There are", "belongs|owns", "stands in"],
-    "timetable": ["leaves", "reaches", "departs", "driver|drives"],
-    "ledger": ["paid", "bought|sold", "signed"],
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_few_facts_are_the_same_ones_about_many_records(kind):
-    for facts, seed in itertools.product([1, 2], range(20)):
-        document = generate_document(seed, num_tokens=96, kind=kind, facts_per_record=facts)
-        sentences = re.split(r"(?<=[.]) ", document.text)
-        said = Counter(next(p for p in FACTS[kind] if re.search(p, sentence)) for sentence in sentences)
-        assert len(said) == facts
-        assert max(said.values()) >= len(sentences) / facts >= 2
-        assert all(question.answer in document.text for question in document.questions)
-        assert {question.hops for question in document.questions} <= ({1} if facts == 1 else {1, 2})
-
-
 def test_a_document_is_drawn_up_to_the_longest_there_is(tokenizer):
     source = DataSource(generated=True, tasks=("continuation",))
     for seed in range(2):
@@ -156,17 +135,9 @@ def test_length_counts_in_the_tokens_of_a_tokenizer(tokenizer):
         ({"num_tokens": 4097}, "got 4097"),
         ({"split": "dev"}, "split must be one of"),
         ({"kind": "poem"}, "kind must be one of"),
-        ({"facts_per_record": 0}, "facts_per_record must be at least 1 or None, got 0"),
         ({"num_tokens": 32, "count_tokens": lambda text: 1000}, "no sentence"),
     ],
 )
 def test_wrong_arguments_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         generate_document(0, **fields)
-
-
-@pytest.mark.parametrize("name", ["seed", "num_tokens", "facts_per_record"])
-def test_numbers_of_other_types_are_refused(name):
-    for wrong in (True, 2.5, "2", [2]):
-        with pytest.raises(TypeError, match=f"{name} must be an int"):
-            generate_document(**{"seed": 0, name: wrong})

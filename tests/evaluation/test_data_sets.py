@@ -318,13 +318,11 @@ def test_fields_that_say_nothing_of_a_source_are_refused(tokenizer, mrqa):
         (rows, "config", "plain", "a data set of the Hub, or generated documents that are no task"),
         (asked, "config", "plain", "a data set of the Hub, or generated documents that are no task"),
         (task, "config", "one_hop", "a data set of the Hub, or generated documents that are no task"),
-        (rows, "facts_per_record", 2, "generated documents that are no task of RULER"),
-        (task, "facts_per_record", 2, "generated documents that are no task of RULER"),
         (rows, "document_tokens", 200, "generated documents or a task of RULER"),
     ):
         with pytest.raises(ValueError, match=f"{field} of source '.*' needs {needed}.* got {re.escape(repr(value))}"):
             load_datasets([{**source, field: value}], tokenizer, data_dir=str(mrqa))
-    said = {**texts, "facts_per_record": 2, "document_tokens": 200, "config": "one_hop"}
+    said = {**texts, "document_tokens": 200, "config": "one_hop"}
     (data,) = load_datasets([said], tokenizer, num_documents=1)
     assert data.source == {**said, "split": "test"}
 

@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from budget import fuzz
-from calls import Padded, Subject, assert_row, contexts, ratios, seeds, subjects, texts
+from calls import Padded, Subject, assert_row, contexts, fuzz, ratios, subjects, texts
 from hypothesis import strategies as st
 
 from context_compressors import CompressedContext
-from context_compressors.modeling.parts.cache_name import CACHE
 
 NEW_TOKENS = 3
 GREEDY = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
@@ -45,7 +43,7 @@ def compressings(draw: Any) -> Compressing:
     return Compressing(subject, batch, listed, [[ratio] * num_rows for ratio in listed], False)
 
 
-@fuzz("slots of padded batches", call=compressings())
+@fuzz(30, call=compressings())
 def test_slots(call):
     model, batch = call.subject.model, call.batch
     found = model.compress(batch.ids, batch.mask, call.ratio, allow_untrained_ratio=call.allow_untrained_ratio)
@@ -134,7 +132,7 @@ def real_places(text: Padded, row: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-@fuzz("logits of padded batches", reading=readings())
+@fuzz(25, reading=readings())
 def test_logits(reading, tmp_path_factory):
     model = reading.subject.model
     logits = model(**reading.given(tmp_path_factory.mktemp("memories"))).logits
@@ -144,7 +142,7 @@ def test_logits(reading, tmp_path_factory):
 
 
 @fuzz(
-    "generated ids of padded batches",
+    15,
     reading=readings(),
     cache=st.sampled_from([{}, {"use_cache": False}, {"cache_implementation": "static"}]),
 )
@@ -170,55 +168,3 @@ def assert_tied(model: Any, alone: dict[str, Any], found: torch.Tensor, expected
     logits = model(input_ids=text, memory=alone["memory"]).logits[0, -1]
     difference = logits[found[place]] - logits[expected[place]]
     assert abs(float(difference)) < 1e-3, (found.tolist(), expected.tolist())
-
-
-# --- caches ---
-
-
-@dataclass(frozen=True)
-class Continuing:
-    subject: Subject
-    document: Padded
-    text: torch.Tensor
-    mask: torch.Tensor
-    cuts: list[int]
-
-
-@st.composite
-def continuings(draw: Any) -> Continuing:
-    subject = draw(subjects)
-    num_rows, length = draw(st.integers(1, 3)), draw(st.integers(2, 7))
-    document = draw(contexts(num_rows))
-    text = torch.randint(3, 120, (num_rows, length), generator=torch.Generator().manual_seed(draw(seeds)))
-    text[:, 0] = draw(st.sampled_from(subject.first_tokens))
-    first = draw(st.integers(1, length - 1))
-    # Pads on the left, and a token in every row of the first part.
-    counts = torch.tensor(draw(st.lists(st.integers(0, first - 1), min_size=num_rows, max_size=num_rows)))
-    mask = (torch.arange(length) >= counts[:, None]).long()
-    cuts = [first, length] if draw(st.booleans()) else list(range(first, length + 1))
-    return Continuing(subject, document, text, mask, cuts)
-
-
-@torch.no_grad()
-@fuzz("text behind a cache", call=continuings())
-def test_cached(call):
-    model, text, mask = call.subject.model, call.text, call.mask
-    memory = model.compress(call.document.ids, call.document.mask)
-    together = model(input_ids=text, attention_mask=mask, memory=memory).logits
-    first = call.cuts[0]
-    outputs = model(input_ids=text[:, :first], attention_mask=mask[:, :first], memory=memory, use_cache=True)
-    parts, offset = [outputs.logits], {}
-    if not call.subject.is_encoder_decoder:
-        start = model.model.text_position_offset(memory, text[:, :first], mask[:, :first])
-        offset = {"text_position_offset": start}
-    for begin, end in zip(call.cuts, call.cuts[1:], strict=False):
-        outputs = model(
-            input_ids=text[:, begin:end],
-            attention_mask=mask[:, :end],
-            memory=memory,
-            cache=outputs[CACHE],
-            **offset,
-        )
-        parts.append(outputs.logits)
-    real = mask.bool()
-    torch.testing.assert_close(torch.cat(parts, dim=1)[real], together[real], atol=1e-4, rtol=1e-4)

@@ -282,7 +282,6 @@ FILE, DOCUMENTS, HUB = {"path": "a.jsonl"}, {"generated": True}, {"name": "org/a
     [
         (FILE, "split", "test", "a file"),
         (FILE, "config", "small", "a file"),
-        (FILE, "facts_per_record", 2, "a file"),
         (DOCUMENTS, "rows", [0, 5], "generated documents"),
         (DOCUMENTS, "where", {"a": 1}, "generated documents"),
         (DOCUMENTS, "columns", {"context": "x"}, "generated documents"),

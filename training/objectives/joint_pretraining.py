@@ -82,7 +82,6 @@ class JointDataset(CompressionDataset):
                 num_tokens=length + _SPARE_TOKENS,
                 kind=source.kind,
                 split=source.split,
-                facts_per_record=source.facts_per_record,
                 count_tokens=lambda text: len(encode(self.tokenizer, text)),
             )
             ids = encode(self.tokenizer, document.text)
