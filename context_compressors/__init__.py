@@ -51,7 +51,6 @@ _MODULE_OF = {
     "compression_flops": "evaluation.flops",
     "generation_flops": "evaluation.flops",
     "model_card": "hub_cards.cards",
-    "retrieval_card": "hub_cards.cards",
     "write_card": "hub_cards.write_card",
 }
 

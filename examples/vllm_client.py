@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ask a vLLM server about documents that are compressed here: the server gets slots and text as embeddings.
 
-    context-compressors export-decoder my-compressor my-decoder
+    context-compressors publish export-decoder my-compressor my-decoder
     vllm serve my-decoder --enable-prompt-embeds
     python examples/vllm_client.py my-compressor report.txt minutes.txt --served-model my-decoder \\
         --question "Who wrote it?" --question "When?"

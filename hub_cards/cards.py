@@ -4,20 +4,108 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from ..configuration.configuration_compressor import RETRIEVAL_LOADER
 from ..modeling.checkpoint.checkpoint_card import card_text, facts, hub_fields, summary_of, usage
-from .card_records import TASK_NAMES, RetrievalScore, Score, TrainingRecord
 
 if TYPE_CHECKING:
     from ..configuration.configuration_compressor import CompressorConfig
 
+TASK_NAMES = {
+    "reconstruction": "Reconstruction",
+    "continuation": "Continuation",
+    "question_answering": "Question answering",
+    "summarisation": "Summarisation",
+}
 _FOLDER = Path(__file__).parent
 _HUB_TASKS = {"question_answering": "question-answering", "summarisation": "summarization"}
-NOT_MEASURED = "Not measured."
+_NOT_MEASURED = "Not measured."
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """One data set that the checkpoint was trained on.
+
+    Args:
+        name: what it is called.
+        licence: its licence.
+        hub_id: its repository on the Hub, if it has one.
+        note: what of it was used, such as "train split, 87,599 rows".
+    """
+
+    name: str
+    licence: str
+    hub_id: str | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """How the checkpoint was made.
+
+    Args:
+        data: all data sets; never empty.
+        steps: optimizer steps; 0 where something is fitted to contexts alone.
+        seeds: every seed, one for each run behind the scores.
+        hardware: what it was trained on, such as "1 x H200".
+        tokens: training tokens.
+        context_tokens: tokens of the compressed contexts, beside `tokens` of text.
+        hours: wall-clock hours.
+        recipe: the recipe's file.
+        versions: library versions by name.
+    """
+
+    data: Sequence[TrainingData]
+    steps: int
+    seeds: Sequence[int]
+    hardware: str
+    tokens: int | None = None
+    context_tokens: int | None = None
+    hours: float | None = None
+    recipe: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number, with its two bounds beside it.
+
+    Args:
+        task: "reconstruction", "continuation", "question_answering" or "summarisation".
+        dataset: data set's name.
+        metric: metric's name, such as "exact match".
+        ratio: compression ratio, or "auto".
+        value: with the compressed context.
+        no_context: the same questions with no context at all.
+        full_context: the same questions with the whole context.
+        split: data split; None where the data has none by name.
+        interval: 95 % interval of `value`.
+        alternatives: what else was tried at the same number of decoder positions -> its score, such as "cut text".
+        reached_ratio: context tokens a slot, where the ratio is "auto".
+        retention: (value - no_context) / (full_context - no_context) of the task's main metric, in percent.
+        slots: of a document, on average.
+        memory_bytes: of a document's memory, on average.
+    """
+
+    task: str
+    dataset: str
+    metric: str
+    ratio: int | str
+    value: float
+    no_context: float | None = None
+    full_context: float | None = None
+    split: str | None = "test"
+    interval: tuple[float, float] | None = None
+    alternatives: Mapping[str, float] = field(default_factory=dict)
+    reached_ratio: float | None = None
+    retention: float | None = None
+    slots: float | None = None
+    memory_bytes: float | None = None
 
 
 def method_text(method: str) -> str:
@@ -42,11 +130,9 @@ def model_card(
     limits: Sequence[str],
     *,
     model_id: str,
-    summary: str | None = None,
     scores_note: str | None = None,
     pictures: Mapping[str, str] | None = None,
     license: str = "apache-2.0",
-    language: str | Sequence[str] = "en",
 ) -> str:
     """Write the whole card of a compressor: metadata for the Hub, use, scores, training, limits, method, citation.
 
@@ -56,11 +142,9 @@ def model_card(
         scores: what it reached; each row stands beside its no-context and full-context bounds.
         limits: what it cannot do, one sentence each; never empty.
         model_id: repository or folder that the snippet loads.
-        summary: what it is, in a sentence or two; made from the configuration when None.
         scores_note: how the scores were measured, in sentences under their table.
         pictures: file beside the card -> what it shows; they stand under the scores.
         license: licence of the weights, as the Hub writes it.
-        language: ISO 639-1 code or codes.
 
     Returns:
         the text of `README.md`, which starts with YAML metadata.
@@ -69,112 +153,36 @@ def model_card(
         ValueError: no limits are named, the method has no card text, or a score's ratio is none of the checkpoint's.
     """
     _check_ratios(config, scores)
+    if not limits:
+        raise ValueError("a card names what the checkpoint cannot do: give at least one limit")
     shown = [f"![{text}]({name})" for name, text in (pictures or {}).items()]
-    metadata = {**hub_fields(config), "pipeline_tag": "text-generation", "eval_results": _eval_results(scores)}
-    return _card(
-        _opening(config, model_id, summary),
-        [score_table(scores), scores_note, *shown],
-        training,
-        limits,
-        method_text(config.card_text),
+    sections = {
+        "Scores": "\n\n".join(filter(None, [score_table(scores), scores_note, *shown])),
+        "Training": _training(training),
+        "Limits": "\n".join(f"- {limit}" for limit in limits),
+    }
+    title = model_id.rstrip("/").rpartition("/")[2]
+    is_retrieval = config.auto_class == RETRIEVAL_LOADER
+    data = ModelCardData(
+        **hub_fields(config),
+        datasets=list(dict.fromkeys(data.hub_id for data in training.data if data.hub_id)) or None,
+        model_name=title,
+        language="en",
         license=license,
-        language=language,
-        **metadata,
+        library_name="transformers",
+        pipeline_tag="feature-extraction" if is_retrieval else "text-generation",
+        eval_results=_eval_results(scores),
     )
+    parts = [f"## {name}\n\n{text}" for name, text in sections.items()]
+    opening = (title, summary_of(config), facts(config), usage(config, model_id))
+    return card_text(data, *opening, *parts, method_text(config.card_text))
 
 
-def retrieval_card(
-    config: CompressorConfig,
-    training: TrainingRecord,
-    scores: Sequence[RetrievalScore],
-    limits: Sequence[str],
-    *,
-    model_id: str,
-    summary: str | None = None,
-    scores_note: str | None = None,
-    license: str = "apache-2.0",
-    language: str | Sequence[str] = "en",
-) -> str:
-    """Write the card of a compressor that ranks documents by several vectors each.
-
-    Args:
-        config: the configuration of a checkpoint that `AutoModelForTextEncoding` loads.
-        training, limits, model_id, summary, scores_note, license, language: as `model_card`.
-        scores: its rankings, each beside BM25's.
-
-    Returns:
-        the text of `README.md`, which starts with YAML metadata.
-
-    Raises:
-        ValueError: no limits are named, or a score's ratio is none of the checkpoint's.
-    """
-    _check_ratios(config, scores)
-    results = [
-        EvalResult(
-            task_type="text-retrieval",
-            task_name="Text retrieval",
-            dataset_type=score.dataset.lower().replace(" ", "_"),
-            dataset_name=score.dataset,
-            metric_type="ndcg_at_10",
-            metric_name=f"nDCG@10, ratio {score.ratio}",
-            metric_value=round(score.ndcg_at_10, 4),
-        )
-        for score in scores
-    ]
-    metadata = {**hub_fields(config), "pipeline_tag": "feature-extraction", "eval_results": results or None}
-    return _card(
-        _opening(config, model_id, summary),
-        [retrieval_table(scores), scores_note],
-        training,
-        limits,
-        method_text(config.card_text),
-        license=license,
-        language=language,
-        **metadata,
-    )
-
-
-def _check_ratios(config: CompressorConfig, scores: Sequence[Score] | Sequence[RetrievalScore]) -> None:
+def _check_ratios(config: CompressorConfig, scores: Sequence[Score]) -> None:
     ratios = (*sorted(config.compression_ratios), *(["auto"] if config.selects_ratios else []))
     for score in scores:
         if score.ratio not in ratios:
             raise ValueError(f"the score on {score.dataset!r} has ratio {score.ratio}; the checkpoint has {ratios}")
-
-
-def _opening(config: CompressorConfig, model_id: str, summary: str | None) -> tuple[str, str, list, str]:
-    """Title, summary, facts and use."""
-    return _title(model_id), summary or summary_of(config), facts(config), usage(config, model_id)
-
-
-def _card(
-    opening: tuple[str, str, list, str],
-    scores: Sequence[str | None],
-    training: TrainingRecord,
-    limits: Sequence[str],
-    *method: str,
-    language: str | Sequence[str],
-    **metadata: Any,
-) -> str:
-    """A card: title, summary, facts and use, then what a configuration does not know."""
-    if not limits:
-        raise ValueError("a card names what the checkpoint cannot do: give at least one limit")
-    sections = {
-        "Scores": "\n\n".join(filter(None, scores)),
-        "Training": _training(training),
-        "Limits": "\n".join(f"- {limit}" for limit in limits),
-    }
-    data = ModelCardData(
-        datasets=list(dict.fromkeys(data.hub_id for data in training.data if data.hub_id)) or None,
-        model_name=opening[0],
-        language=language if isinstance(language, str) else list(language),
-        library_name="transformers",
-        **metadata,
-    )
-    return card_text(data, *opening, *(f"## {name}\n\n{text}" for name, text in sections.items()), *method)
-
-
-def _title(model_id: str) -> str:
-    return model_id.rstrip("/").rpartition("/")[2]
 
 
 def _number(value: float | None, interval: tuple[float, float] | None = None) -> str:
@@ -190,7 +198,7 @@ def score_table(scores: Sequence[Score]) -> str:
         scores: the rows, in order.
     """
     if not scores:
-        return NOT_MEASURED
+        return _NOT_MEASURED
     others = list(dict.fromkeys(name for score in scores for name in score.alternatives))
     costs = {
         "retention, %": [None if score.retention is None else f"{score.retention:.0f}" for score in scores],
@@ -224,22 +232,6 @@ def _row(cells: Sequence[str]) -> str:
 
 def _ratio(score: Score) -> str:
     return str(score.ratio) if score.reached_ratio is None else f"{score.ratio} ({score.reached_ratio:.1f})"
-
-
-def retrieval_table(scores: Sequence[RetrievalScore]) -> str:
-    """A Markdown table of rankings, each beside BM25's.
-
-    Args:
-        scores: the rows, in order.
-    """
-    if not scores:
-        return NOT_MEASURED
-    lines = ["| data | ratio | nDCG@10 | BM25 | index, times smaller |", "| --- | ---: | ---: | ---: | ---: |"]
-    for score in scores:
-        numbers = [score.ndcg_at_10, score.bm25, score.storage_saving]
-        cells = [score.dataset, str(score.ratio), *("–" if n is None else f"{n:.1f}" for n in numbers)]
-        lines.append(_row(cells))
-    return "\n".join(lines)
 
 
 def _training(record: TrainingRecord) -> str:

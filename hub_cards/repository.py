@@ -226,7 +226,6 @@ def push_repository(
     tag: str,
     private: bool = True,
     token: str | None = None,
-    commit_message: str | None = None,
 ) -> str:
     """Upload a folder in one commit and tag it; files that an interrupted run has sent are not sent again.
 
@@ -236,7 +235,6 @@ def push_repository(
         tag: name of the version.
         private: whether nobody else may see it.
         token: access token; the stored one when `None`.
-        commit_message: of the commit.
 
     Returns:
         the commit's address.
@@ -259,7 +257,7 @@ def push_repository(
     commit = api.upload_folder(
         repo_id=repo_id,
         folder_path=folder,
-        commit_message=commit_message or f"Upload {tag}",
+        commit_message=f"Upload {tag}",
         # Code and weights of an earlier version would be loaded with these.
         delete_patterns=["*.py", "*.safetensors", "*.safetensors.index.json"],
     )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
-from ..configuration.configuration_compressor import RETRIEVAL_LOADER, CompressorConfig
+from ..configuration.configuration_compressor import CompressorConfig
 from ..data.retrieval_sources import RetrievalSource
 from ..data.sources import DataSource
 from ..evaluation.average_intervals import main_metric_of
@@ -22,13 +22,12 @@ from ..evaluation.benchmark_metrics import BENCHMARK_SCORE
 from ..evaluation.held_out import merged_held_out
 from ..evaluation.plots import plot_quality_by_ratio
 from ..evaluation.report import EvaluationReport
-from ..evaluation.report_tables import held_out_lines, reservations
+from ..evaluation.report_tables import reservations
 from ..evaluation.rows import FULL_CONTEXT, NO_CONTEXT, ascending, ratio_condition
 from ..modeling.checkpoint.checkpoint_card import public_name
 from ..training.arguments import read_recipe
 from ..training.run_record import without_folders
-from .card_records import TASK_NAMES, RetrievalScore, Score, TrainingData, TrainingRecord
-from .cards import model_card, retrieval_card
+from .cards import TASK_NAMES, Score, TrainingData, TrainingRecord, model_card
 
 logger = logging.getLogger(__name__)
 
@@ -50,21 +49,16 @@ _NOT_STATED = "not stated"
 # What a recipe's entry says of its data.
 _OF_DATA = ("licence", "hub_id", "title")
 _Source = DataSource | RetrievalSource
-# What benchmarks/decal/retrieval.py ranks, whose files do not name it.
-_COLLECTION = "SciFact"
 
 
 def write_card(
     folder: str | Path,
     reports: Sequence[EvaluationReport | str | Path],
     limits: Sequence[str],
-    summary: str | None = None,
-    model_id: str | None = None,
     *,
+    model_id: str | None = None,
     recipe: str | None = None,
-    hardware: str | None = None,
     license: str = "apache-2.0",
-    language: str | Sequence[str] = "en",
 ) -> Path:
     """Write `README.md` of a checkpoint folder from its configuration, its training's record, and its scores.
 
@@ -73,17 +67,13 @@ def write_card(
     Args:
         folder: what `context-compressors train` made: a compressor with `recipe.yaml` and
             `training_summary.json`.
-        reports: evaluations of the checkpoint, or their files; of a retrieval checkpoint, files of
-            `evaluate-retrieval --output`. The card says "Not measured." without any.
+        reports: evaluations of the checkpoint, or their files. The card says "Not measured." without any.
         limits: what it cannot do, one sentence each; never empty.
-        summary: what it is, in a sentence or two; made from the configuration when `None`.
         model_id: repository or folder that the card's snippet loads; when `None` it is `folder`, without where that is
             on this machine.
         recipe: the recipe that was run, such as `embedded/icae.yaml`: the card names it, and takes from it the
             licences, titles and Hub ids that the folder's own `recipe.yaml`, or an earlier stage's, leaves out.
-        hardware: what it was trained on; as `training_summary.json` says when `None`.
         license: licence of the weights, as the Hub writes it.
-        language: ISO 639-1 code or codes.
 
     Returns:
         the card's path.
@@ -94,25 +84,24 @@ def write_card(
     """
     folder = Path(folder)
     config = _read_config(folder)
-    training = _training_record(folder, recipe, hardware)
-    fields: dict[str, Any] = {"model_id": model_id or public_name(str(folder)), "license": license}
-    fields["language"] = language
     if not isinstance(config, CompressorConfig):
         raise ValueError(f"a card is of a compressor, and {folder} has a model of type {config.model_type!r}")
-    if config.auto_class == RETRIEVAL_LOADER:
-        rankings, note = _rankings(folder, reports)
-        text = retrieval_card(config, training, rankings, limits, summary=summary, scores_note=note, **fields)
-    else:
-        report, num_parameters = _merged(reports), _num_parameters(config)
-        if report is not None and report.num_parameters not in (None, num_parameters):
-            raise ValueError(
-                f"the scores are of a model with {report.num_parameters:,} parameters ({report.model}); "
-                f"the one in {folder} has {num_parameters:,}"
-            )
-        scores = [] if report is None else _scores(report)
-        fields["scores_note"] = None if report is None else _scores_note(report)
-        pictures = {} if report is None else _pictures(report, folder)
-        text = model_card(config, training, scores, limits, summary=summary, pictures=pictures, **fields)
+    report = _merged(reports)
+    if report is not None and report.num_parameters not in (None, num_parameters := _num_parameters(config)):
+        raise ValueError(
+            f"the scores are of a model with {report.num_parameters:,} parameters ({report.model}); "
+            f"the one in {folder} has {num_parameters:,}"
+        )
+    text = model_card(
+        config,
+        _training_record(folder, recipe),
+        [] if report is None else _scores(report),
+        limits,
+        model_id=model_id or public_name(str(folder)),
+        scores_note=None if report is None else _scores_note(report),
+        pictures={} if report is None else _pictures(report, folder),
+        license=license,
+    )
     path = folder / "README.md"
     path.write_text(text, encoding="utf-8")
     return path
@@ -152,14 +141,14 @@ def _num_parameters(config: PreTrainedConfig) -> int:
         return auto_class.from_config(config).num_parameters()
 
 
-def _training_record(folder: Path, recipe: str | None, hardware: str | None) -> TrainingRecord:
+def _training_record(folder: Path, recipe: str | None) -> TrainingRecord:
     advice = "`context-compressors train` writes it"
     recipe_file, summary_file = folder / "recipe.yaml", folder / "training_summary.json"
     for file in (recipe_file, summary_file):
         _check_file(file, advice)
     try:
         summary = json.loads(summary_file.read_text(encoding="utf-8"))
-        steps, seed, device = summary["steps"], summary["seed"], hardware or summary["device"]
+        steps, seed, device = summary["steps"], summary["seed"], summary["device"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{summary_file} is not the summary of a training run: {error!r}") from error
     given = _sources(recipe) if recipe else []
@@ -362,65 +351,3 @@ def _scores_note(report: EvaluationReport) -> str:
     if outside:
         notes.append(f"Out of domain (no part of the data set was trained on): {', '.join(outside)}.")
     return " ".join(notes)
-
-
-def _rankings(
-    folder: Path, results: Sequence[EvaluationReport | str | Path]
-) -> tuple[list[RetrievalScore], str | None]:
-    """The scores of a checkpoint that ranks documents, in all files, and how they were measured."""
-    scores: list[RetrievalScore] = []
-    notes, name = [], folder.resolve().name
-    for file in results:
-        if isinstance(file, EvaluationReport):
-            raise ValueError(
-                f"{folder} is a retrieval checkpoint: its scores are a file of `evaluate-retrieval --output`"
-            )
-        found, note = _retrieval_scores(Path(file), name)
-        if {score.ratio for score in found} & {score.ratio for score in scores}:
-            raise ValueError(f"two of the files have scores of {name!r} at one ratio: give one of them")
-        scores += found
-        notes.append(note)
-    return scores, " ".join(dict.fromkeys(notes)) or None
-
-
-def _retrieval_scores(path: Path, name: str) -> tuple[list[RetrievalScore], str]:
-    """A checkpoint's rows of a result file of `evaluate-retrieval`, and how they were measured.
-
-    Args:
-        path: the file.
-        name: the checkpoint's folder, without where it is.
-
-    Returns:
-        The scores, and a sentence for under their table.
-
-    Raises:
-        ValueError: there is no such file, it is another one, or it has no row of the checkpoint.
-    """
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}: `evaluate-retrieval --output` writes it")
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        rows, settings = results["rows"], results["settings"]
-        collection = settings.get("collection", _COLLECTION)
-        floor = next((row["ndcg_at_10"] for row in rows if row["model"] == "BM25"), None)
-        own = [row for row in rows if row["model"] == name]
-        scores = [
-            RetrievalScore(collection, row["document_ratio"], row["ndcg_at_10"], floor, row["storage_saving"])
-            for row in own
-        ]
-        lengths = settings["max_query_tokens"], settings["max_document_tokens"]
-        queries = sorted({row["queries"] for row in own})
-        held_out = held_out_lines(results.get("held_out", {}))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a result file of `evaluate-retrieval`: {error!r}") from error
-    ratios = [score.ratio for score in scores]
-    if len(set(ratios)) < len(ratios):
-        raise ValueError(f"{path} has several checkpoints of the name {name!r}: rename their folders")
-    if not own:
-        models = list(dict.fromkeys(row["model"] for row in rows))
-        raise ValueError(f"{path} has no row of {name!r}; it has {models}")
-    note = (
-        f"{', '.join(f'{number:,}' for number in queries)} queries of at most {lengths[0]} tokens, documents of at "
-        f"most {lengths[1]}, each scored with every query; both sides at one ratio."
-    )
-    return scores, " ".join([note, *held_out])

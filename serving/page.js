@@ -42,7 +42,7 @@
   });
 
   document.addEventListener("click", (event) => {
-    const asks = event.target.closest && event.target.closest("#cc-ask, #cc-hide");
+    const asks = event.target.closest && event.target.closest("#cc-ask");
     // On a phone the answers stand below the window.
     if (asks && window.innerWidth < 760) document.querySelector("#cc-answers").scrollIntoView({ behavior: "smooth" });
     const token = event.target.closest && event.target.closest(".cc-inside .t");

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import os
-import random
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 from ..evaluation.metrics import normalize_answer
-from ..evaluation.needles import KINDS, draw_needle
 from . import page_view as view
 from .page_answers import Answer, PageModel
 
@@ -42,29 +39,6 @@ class Example:
     text: str
     questions: Sequence[str] = ()
     answers: Sequence[Sequence[str]] = ()
-
-
-def hide(document: str, sentence: str, depth: float) -> str:
-    """A document with a sentence more, between two of its own.
-
-    Args:
-        document: the text.
-        sentence: what is hidden.
-        depth: where, 0 for the start and 1 for the end; the nearest end of a sentence is taken.
-    """
-    ends = [0, *(match.end() for match in re.finditer(r"(?<=[.!?])\s+", document)), len(document)]
-    place = min(ends, key=lambda end: abs(end - depth * len(document)))
-    if place == len(document):
-        return f"{document.rstrip()} {sentence}"
-    return f"{document[:place]}{sentence} {document[place:]}"
-
-
-def take_out(document: str, sentence: str) -> str:
-    """The document as it was before `hide`."""
-    for found in (f"{sentence} ", f" {sentence}"):
-        if sentence and found in document:
-            return document.replace(found, "", 1)
-    return document
 
 
 def read_file(path: str | os.PathLike[str], most_bytes: int) -> str:
@@ -155,33 +129,21 @@ class Page:
 
     # --- what it answers ---
 
-    def accepted(self, document: str, question: str, needle: Sequence[str]) -> Sequence[str]:
-        """What counts as right, where that is known: of a question of an example, or of the needle.
-
-        Args:
-            document: the text.
-            question: what is asked.
-            needle: sentence, question and answer.
-        """
-        sentence, asked, answer = (text.strip() for text in needle)
-        if answer and sentence and sentence in document and question.strip() == asked:
-            return (answer,)
+    def accepted(self, document: str, question: str) -> Sequence[str]:
+        """Return what counts as right, where that is known: of a question of an example."""
         for example in self.examples.values():
             for known, answers in zip(example.questions, example.answers, strict=True):
                 if known == question.strip() and normalize_answer(answers[0]) in normalize_answer(document):
                     return answers
         return ()
 
-    def ask(
-        self, document: str, question: str, step: float, seen: tuple[str, int] | None, *needle: str
-    ) -> Iterator[tuple[Any, ...]]:
+    def ask(self, document: str, question: str, step: float, seen: tuple[str, int] | None) -> Iterator[Any]:
         """Answer a question from the slots and from the full text, then look into the slots.
 
         Args:
             document, question: the texts.
             step: of the slider.
             seen: document and ratio that the user's view into the slots is of.
-            needle: sentence, question and answer.
 
         Yields:
             Both answers as far as they are, the view into the slots where it changes, and what it then is of.
@@ -192,7 +154,7 @@ class Page:
         except ValueError as error:
             yield view.message(str(error)), same, seen
             return
-        ratio, accepted = self.model.ratios[int(step)], self.accepted(document, question, needle)
+        ratio, accepted = self.model.ratios[int(step)], self.accepted(document, question)
         yield view.answers(None, None, ratio), same, seen
         memory, cost = self.model.compress(document, ratio)
         text: Answer | None = None
@@ -204,19 +166,6 @@ class Page:
         if seen != (document, ratio):
             inside = view.inside(self.model.inside(document, memory), ratio)
             yield view.answers(text, slots, ratio, accepted), inside, (document, ratio)
-
-    def hide_and_ask(
-        self, document: str, step: float, seen: tuple[str, int] | None, hidden: str, depth: float, *needle: str
-    ) -> Iterator[tuple[Any, ...]]:
-        """Put the needle into the document, in place of the last one, and ask for it; arguments as `ask`."""
-        same, (sentence, question, _) = self._gr.skip(), (text.strip() for text in needle)
-        if not sentence or not document.strip():
-            missing = "sentence to hide" if document.strip() else "document to hide a sentence in"
-            yield same, same, hidden, view.message(f"There is no {missing}."), same, seen
-            return
-        document = hide(take_out(document, hidden), sentence, depth / 100)
-        for shown in self.ask(document, question, step, seen, *needle):
-            yield document, question, sentence, *shown
 
     def note(self, document: str, step: float) -> tuple[str, str]:
         """How long a document is and how many slots it gives, and the marks below the slider."""
@@ -245,12 +194,6 @@ class Page:
         """The example's questions, which leave with its text."""
         return self._gr.Radio(visible=any(document == example.text for example in self.examples.values()))
 
-    @staticmethod
-    def draw() -> tuple[str, str, str]:
-        """A needle: sentence, question and answer."""
-        needle = draw_needle(random.choice(KINDS), random.Random())
-        return needle.sentence, needle.question, needle.answers[0]
-
     # --- what is on it ---
 
     def _build(self, facts: Sequence[str], first: Example) -> Any:
@@ -262,35 +205,26 @@ class Page:
             with gr.Row():
                 with gr.Column(scale=5, min_width=300):
                     document, note, example, file = self._document(first)
-                    *needle, depth, another, hides = self._needle()
                 with gr.Column(scale=7, min_width=300):
                     question, chips, step, marks, asks = self._question(first)
                     shown = gr.HTML(
                         view.answers(None, None, self.model.ratios[0], waiting="Ask a question."), elem_id="cc-answers"
                     )
             inside = gr.HTML("")
-            seen, hidden = gr.State(None), gr.State("")
+            seen = gr.State(None)
             # Only what asks the model waits its turn: seconds are of an answer that has the machine for itself.
             alone: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1, "show_progress": "minimal"}
             quick: dict[str, Any] = {"show_progress": "hidden"}
             results = [shown, inside, seen]
             for trigger, function, inputs, outputs, how in (
-                (asks.click, self.ask, [document, question, step, seen, *needle], results, alone),
-                (question.submit, self.ask, [document, question, step, seen, *needle], results, alone),
-                (
-                    hides.click,
-                    self.hide_and_ask,
-                    [document, step, seen, hidden, depth, *needle],
-                    [document, question, hidden, *results],
-                    alone,
-                ),
+                (asks.click, self.ask, [document, question, step, seen], results, alone),
+                (question.submit, self.ask, [document, question, step, seen], results, alone),
                 (document.change, self.note, [document, step], [note, marks], quick),
                 (step.change, self.note, [document, step], [note, marks], quick),
                 (example.input, self.choose, example, [document, chips, question], quick),
                 (chips.input, lambda text: text, chips, question, quick),
                 (document.input, self.edited, document, chips, quick),
                 (file.upload, self.load, file, [document, chips, note], quick),
-                (another.click, self.draw, None, needle, quick),
             ):
                 trigger(function, inputs, outputs, api_visibility="private", **how)
         return blocks.queue(max_size=_WAITING, api_open=False)
@@ -308,21 +242,6 @@ class Page:
                 "Load a file", file_types=list(_FILE_TYPES), size="md", scale=1, min_width=120, elem_id="cc-file"
             )
         return text, note, example, file
-
-    def _needle(self) -> tuple[Any, ...]:
-        gr = self._gr
-        with gr.Accordion("Hide a needle in the document", open=False, elem_id="cc-needle"):
-            labels = ("Sentence", "Question about it", "Answer")
-            texts = [
-                gr.Textbox(text, label=label, max_length=500) for text, label in zip(self.draw(), labels, strict=True)
-            ]
-            depth = gr.Slider(
-                0, 100, 50, step=5, label="Depth, in percent of the document", buttons=[], elem_id="cc-depth"
-            )
-            with gr.Row():
-                another = gr.Button("Draw another", size="md", min_width=120)
-                hides = gr.Button("Hide it and ask", size="md", min_width=120, elem_id="cc-hide")
-        return *texts, depth, another, hides
 
     def _question(self, first: Example) -> tuple[Any, ...]:
         gr, ratios = self._gr, self.model.ratios

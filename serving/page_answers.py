@@ -21,7 +21,7 @@ from ..modeling.parts.cache_name import CACHE
 from ..modeling.parts.prompting import decoder_document_ids, full_context_ids, question_ids
 from ..modeling.parts.text_ids import text_tokenizer
 
-MAX_TOKENS, MAX_NEW_TOKENS = 4096, 64
+MAX_NEW_TOKENS = 64
 _QUESTION_TOKENS = 256
 # A chat template and what separates its parts.
 _TEMPLATE_TOKENS = 64
@@ -92,15 +92,12 @@ class PageModel:
     Args:
         pipe: a compressor's, see `question_answering`.
         max_tokens: of a document, at most; fewer where the decoder has no positions for so many.
-        max_new_tokens: of an answer, at most.
 
     Raises:
         ValueError: a checkpoint whose decoder reads no text, or that compresses a document together with its question.
     """
 
-    def __init__(
-        self, pipe: ContextCompressionQAPipeline, max_tokens: int = MAX_TOKENS, max_new_tokens: int = MAX_NEW_TOKENS
-    ):
+    def __init__(self, pipe: ContextCompressionQAPipeline, max_tokens: int):
         config = pipe.model.config
         if config.is_encoder_decoder:
             raise ValueError(
@@ -108,11 +105,11 @@ class PageModel:
                 "not read: give a compressor of a decoder-only language model"
             )
         pipe.check_serves_memories("and the page asks memories: give another one")
-        self.pipe, self.max_new_tokens = pipe, max_new_tokens
+        self.pipe = pipe
         self.model: Any = pipe.model
         self._tokenizer = text_tokenizer(pipe.tokenizer)
         positions = config.max_position_embeddings or 2**40
-        self.max_tokens = max(1, min(max_tokens, positions - _QUESTION_TOKENS - _TEMPLATE_TOKENS - max_new_tokens))
+        self.max_tokens = max(1, min(max_tokens, positions - _QUESTION_TOKENS - _TEMPLATE_TOKENS - MAX_NEW_TOKENS))
 
     @property
     def ratios(self) -> list[int]:
@@ -221,7 +218,7 @@ class PageModel:
                 self.model.generate(
                     input_ids=row,
                     attention_mask=torch.ones_like(row),
-                    max_new_tokens=self.max_new_tokens,
+                    max_new_tokens=MAX_NEW_TOKENS,
                     do_sample=False,
                     pad_token_id=self.pipe.tokenizer.eos_token_id,
                     stopping_criteria=StoppingCriteriaList([_Stop(gone)]),

@@ -102,7 +102,7 @@ def _card(
     done = str(answer.is_done).lower()
     body = f'<p class="cc-answer" aria-live="polite" data-done="{done}">{words}{caret}</p>'
     if accepted and answer.is_done:
-        mark, verdict = ("✓", "right") if _holds(answer.text, accepted) else ("✗", "not")
+        mark, verdict = ("✓", "right") if holds_answer(answer.text, accepted) else ("✗", "not")
         known = f"the document says “{escape(accepted[0])}”"
         body += f'<p class="cc-verdict cc-{verdict}"><span aria-hidden="true">{mark}</span> {known}</p>'
     rows: tuple[tuple[str, list[float], str], ...] = (
@@ -119,7 +119,7 @@ def _card(
     return f'{head}{body}<dl class="cc-costs">{items}</dl></article>'
 
 
-def _holds(answer: str, accepted: Sequence[str]) -> bool:
+def holds_answer(answer: str, accepted: Sequence[str]) -> bool:
     """Whether an answer holds one of the accepted ones as whole words, both in SQuAD's normal form."""
     given = f" {normalize_answer(answer)} "
     return any(f" {normalize_answer(text)} " in given for text in accepted)

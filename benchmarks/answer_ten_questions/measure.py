@@ -34,7 +34,7 @@ from benchmarks.common.tools import (
     tells_errors,
     timed,
 )
-from context_compressors.demo import CHECKPOINT, fastest_dtype, load, num_shared, read_pages
+from context_compressors.demo import CHECKPOINT, fastest_dtype, load, read_pages
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 from context_compressors.modeling.parts.cache_name import CACHE
 from context_compressors.modeling.parts.prompting import decoder_document_ids, full_context_ids, question_ids
@@ -42,6 +42,12 @@ from context_compressors.reporting.tables import markdown_table
 
 TEXT = "text"
 _FASTEST = "fastest"
+
+
+def num_shared(rows: Sequence[Sequence[int]]) -> int:
+    """How many token ids all rows start with, less than the shortest row has: something has to be left to read."""
+    differ = (place for place, ids in enumerate(zip(*rows, strict=False)) if len(set(ids)) > 1)
+    return min(next(differ, len(rows[0])), *(len(row) - 1 for row in rows))
 
 
 class Reader:

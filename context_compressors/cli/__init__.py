@@ -28,11 +28,9 @@ _COMMANDS = {
     "attention": "draw what a document's memory tokens attend to, by layer",
     "curves": "draw training logs, and tell how soon each run reaches a loss",
     "flops": "count the operations of every method beside the full context",
-    "card": "write a checkpoint's card from its training run and its evaluation",
     "serve": "serve memories and the chat that reads them, to clients of OpenAI's API",
-    "export-decoder": "write the decoder as a plain language model or LoRA adapter, for vLLM and others",
-    "upload": "build a Hub repository from a checkpoint, and push it",
-    "demo": "open a page to try a checkpoint on; without one, print a demo on five pages, and fine-tune",
+    "demo": "open a page to try a checkpoint on; without one, answer questions about five pages in the terminal",
+    "publish": "write a checkpoint's card, upload it to the Hub, export its decoder for vLLM",
 }
 
 _OPTIONS = ("--help", "--version", "--traceback")

@@ -8,54 +8,36 @@ import time
 import warnings
 from pathlib import Path
 
-from .command import LOADING, REVISION, argument, command, positive_int
-
-_PRINTED = {"checkpoint": None, "output": "outputs/demo", "steps": 20, "pages": None}
-_PAGE = {"host": "127.0.0.1", "port": None, "max_tokens": 4096, "max_new_tokens": 64}
+from .command import DEVICE, DTYPE, argument, command, positive_int
 
 _EXAMPLES = """
 context-compressors demo my-compressor
 context-compressors demo my-compressor --port 8000 --max-tokens 2048
-context-compressors demo
-context-compressors demo --checkpoint my-compressor --output outputs/demo --steps 50
 context-compressors demo --pages 1
 """
 
 
 @command(
     "demo",
-    "Open a page to try a checkpoint on. Without one, print a demo: answer questions about five pages from their text "
-    "and from memories of it; fine-tune; save.",
+    "Open a page to try a checkpoint on. Without one, answer questions about five pages in the terminal, from their "
+    "text and from memories of it.",
     argument("model", nargs="?", metavar="CHECKPOINT", help="Hub id or folder of a compressor, for the page"),
-    argument("--host", help=f"of the page: the address that is listened to (default: {_PAGE['host']})"),
+    argument("--host", default="127.0.0.1", help="of the page (default: %(default)s, this machine alone)"),
     argument("--port", type=positive_int, metavar="N", help="of the page (default: the first free one from 7860 on)"),
     argument(
         "--max-tokens",
         type=positive_int,
+        default=4096,
         metavar="N",
-        help=f"of the page: longest document (default: {_PAGE['max_tokens']})",
+        help="of the page: longest document (default: %(default)s)",
     ),
-    argument(
-        "--max-new-tokens",
-        type=positive_int,
-        metavar="N",
-        help=f"of the page: longest answer (default: {_PAGE['max_new_tokens']})",
-    ),
-    REVISION,
-    *LOADING,
-    argument("--checkpoint", metavar="FOLDER", help="of the printed demo (default: the one in the clone)"),
-    argument("--output", metavar="FOLDER", help=f"of the printed demo: results (default: {_PRINTED['output']})"),
-    argument(
-        "--steps",
-        type=positive_int,
-        metavar="N",
-        help=f"of the printed demo: fine-tuning steps (default: {_PRINTED['steps']})",
-    ),
+    DEVICE,
+    DTYPE,
     argument(
         "--pages",
         type=positive_int,
         metavar="N",
-        help="of the printed demo: only the N shortest of its five pages, for a slow machine (default: all)",
+        help="without CHECKPOINT: only the N shortest of the five pages, for a slow machine (default: all)",
     ),
     examples=_EXAMPLES,
 )
@@ -63,56 +45,46 @@ def main(arguments: argparse.Namespace) -> None:
     """Run `context-compressors demo`.
 
     Raises:
-        ValueError: there is no checkpoint, it answers from no memories, or an option belongs to the other demo.
+        ValueError: there is no checkpoint, or it answers from no memories.
         OSError: its base cannot be had, or the port is taken.
         ImportError: a page, and Gradio is not installed.
     """
-    is_page = arguments.model is not None
-    for name in _PRINTED if is_page else _PAGE:
-        if getattr(arguments, name) is not None:
-            wanted = "leave out CHECKPOINT" if is_page else "give CHECKPOINT as the first argument"
-            which = "printed demo" if is_page else "page"
-            raise ValueError(f"--{name.replace('_', '-')} is an option of the {which}: {wanted}")
-    for name, default in (_PAGE if is_page else _PRINTED).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, default)
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     with warnings.catch_warnings():
         # Notices of the libraries to their own developers would hide what the demo shows.
         warnings.simplefilter("ignore", FutureWarning)
-        (_serve_page if is_page else _print_demo)(arguments)
+        if arguments.model is not None:
+            _serve_page(arguments)
+            return
+        from ..demo import run
 
-
-def _print_demo(arguments: argparse.Namespace) -> None:
-    from ..demo import CHECKPOINT, run
-
-    start = time.perf_counter()
-    checkpoint, output = arguments.checkpoint or CHECKPOINT, arguments.output
-    run(Path(checkpoint).expanduser(), Path(output).expanduser(), arguments.steps, arguments.pages)
-    print(f"done in {time.perf_counter() - start:.0f} s")
+        start = time.perf_counter()
+        run(num_pages=arguments.pages)
+        print(f"done in {time.perf_counter() - start:.0f} s")
 
 
 def _serve_page(arguments: argparse.Namespace) -> None:
     from ..demo import fastest_dtype, read_pages
     from ..serving.page import Example, Page, import_gradio
     from ..serving.page_answers import PageModel
-    from .compress import load_pipeline
+    from .loading import load_compressor
 
     # Before the model, which takes its time.
     import_gradio()
     if arguments.port is not None and arguments.port >= 2**16:
         raise ValueError(f"--port must be at most {2**16 - 1:,}, got {arguments.port}")
-    if arguments.dtype == "auto" and arguments.device in ("auto", "cpu"):
+    dtype = arguments.dtype
+    if dtype == "auto" and arguments.device in ("auto", "cpu"):
         import torch
 
         if not torch.accelerator.is_available():
-            arguments.dtype = str(fastest_dtype("cpu")).removeprefix("torch.")
+            dtype = str(fastest_dtype("cpu")).removeprefix("torch.")
     print(f"loading {arguments.model}", flush=True)
-    pipe = load_pipeline(arguments)
-    model, config = pipe.model, pipe.model.config
-    reader = PageModel(pipe, arguments.max_tokens, arguments.max_new_tokens)
+    model, tokenizer = load_compressor(arguments.model, device=arguments.device, dtype=dtype)
+    pipe, config = model.question_answering(tokenizer), model.config
+    reader = PageModel(pipe, arguments.max_tokens)
     reader.warm_up()
     facts = [
         f"on {config.base_model_name_or_path}" if config.base_model_name_or_path else config.model_type,

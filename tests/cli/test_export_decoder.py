@@ -34,7 +34,7 @@ FILES = {
 
 
 def export(*arguments: object) -> int:
-    return cli.main(["export-decoder", *map(str, arguments)])
+    return cli.main(["publish", "export-decoder", *map(str, arguments)])
 
 
 def save(model, tokenizer, folder: Path, **options) -> Path:

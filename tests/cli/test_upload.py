@@ -28,7 +28,7 @@ def contents(folder):
 
 
 def upload(*arguments):
-    return cli.main(["upload", *map(str, arguments)])
+    return cli.main(["publish", "upload", *map(str, arguments)])
 
 
 @pytest.fixture

@@ -16,9 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from context_compressors import cli
 from context_compressors.data.sources import DataSource
-from context_compressors.evaluation.held_out import merged_held_out
 from context_compressors.evaluation.report import EvaluationReport
-from context_compressors.evaluation.report_tables import held_out_lines
 from context_compressors.evaluation.rows import EvaluationRow
 from context_compressors.hub_cards.write_card import write_card
 from context_compressors.training.tokenizer import train_tokenizer
@@ -228,9 +226,8 @@ def test_licences_come_from_the_recipe_that_is_named(root: Path, caplog: pytest.
         assert not caplog.text
     assert "| [Tales](https://huggingface.co/datasets/org/tales) | CC0 1.0 |" in text
     assert "Recipe: `base.yaml`" in text
-    text = write_card(root / "compressor", [], LIMITS, recipe="embedded/icae.yaml", hardware="1 x H200").read_text()
+    text = write_card(root / "compressor", [], LIMITS, recipe="embedded/icae.yaml").read_text()
     assert "Recipe: `embedded/icae.yaml`" in text
-    assert "Hardware: 1 x H200" in text
 
 
 def test_hub_sources_kinds_and_limits_are_noted(root: Path, tmp_path: Path):
@@ -241,9 +238,8 @@ def test_hub_sources_kinds_and_limits_are_noted(root: Path, tmp_path: Path):
     ]
     folder = copy_of(root / "compressor", tmp_path)
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"sources": sources}))
-    text = write_card(folder, [], LIMITS, language=["de", "en"]).read_text()
+    text = write_card(folder, [], LIMITS).read_text()
     assert ModelCard(text).data.datasets == ["org/questions", "org/tales"]
-    assert ModelCard(text).data.language == ["de", "en"]
     assert "| my_set | CC0 \\| MIT | train split; question answering |" in text
     link = "[org/questions](https://huggingface.co/datasets/org/questions)"
     assert f"| {link} | MIT | train[:10%] split; question answering; at most 5,000 rows |" in text
@@ -329,27 +325,6 @@ def test_a_card_says_what_its_scores_must_not_be_read_without(root: Path, report
         write_card(root / "compressor", [first, replace(report, rows=rows[2:])], LIMITS)
 
 
-def test_of_several_reports_no_more_is_known_than_of_the_least_known():
-    whole = {"record": "whole", "trained": 9, "chose": 2}
-    first = {
-        "a": {**whole, "shared": {"tales": {"trained": 5}}},
-        "b": {**whole, "shared": {}},
-        "c": {**whole, "shared": {}},
-    }
-    second = {"a": {**whole, "shared": {"tales": {"trained": 2, "chose": 1}}}, "b": {"record": "none"}}
-    both = {"tales": {"trained": 5, "chose": 1}}
-    unknown = {"record": "none"}
-    for reports in ([first, second], [second, first]):
-        assert merged_held_out(reports) == {"a": {**whole, "shared": both}, "b": unknown, "c": unknown}
-    # What is known to be shared stays, whatever is unknown.
-    found = merged_held_out([first, {}])
-    assert found["a"] == {**whole, "record": "none", "shared": {"tales": {"trained": 5}}}
-    (line,) = held_out_lines({"a": found["a"]})
-    assert "**Not held out**: among the 9 that trained a and the 2 that chose it, as far as these are recorded" in line
-    (line,) = held_out_lines({"c": found["c"]})
-    assert line.startswith("Whether c was trained on these documents is unknown")
-
-
 def shifted(row: EvaluationRow) -> EvaluationRow:
     return replace(row, seed=1, metrics={name: value + 2 for name, value in row.metrics.items()})
 
@@ -408,101 +383,15 @@ def test_wrong_arguments_are_refused(root: Path, report: EvaluationReport):
 
 
 @pytest.mark.slow
-def test_a_refused_card_leaves_the_old_one(root: Path):
-    path = write_card(root / "compressor", [], LIMITS)
-    before = path.read_text()
-    with pytest.raises(ValueError, match="at least one limit"):
-        write_card(root / "compressor", [root / "compressor.json"], [])
-    assert path.read_text() == before
-
-
-def test_training_leaves_its_hours_and_hardware(root: Path):
-    summary = json.loads((root / "base" / "training_summary.json").read_text())
-    # The clock of the log also runs while the Trainer gets ready, and stops milliseconds earlier; both are rounded.
-    assert 0 < summary["hours"] <= (1.01 * summary["log"][-1]["train_runtime"] + 0.05) / 3600
-    assert "thread" in summary["device"]
-
-
-@pytest.mark.slow
 def test_command_writes_the_card(root: Path, capsys: pytest.CaptureFixture[str]):
     argv = [str(root / "compressor"), "--scores", str(root / "compressor.json"), "--limit", LIMITS[0]]
-    assert cli.main(["card", *argv, "--limit", LIMITS[1], "--summary", "Tiny.", "--model-id", "me/tiny"]) == 0
+    assert cli.main(["publish", "card", *argv, "--limit", LIMITS[1], "--model-id", "me/tiny"]) == 0
     assert capsys.readouterr().out == f"wrote {root / 'compressor' / 'README.md'}\n"
     text = (root / "compressor" / "README.md").read_text()
-    for part in ("# tiny", "Tiny.", 'name = "me/tiny"', *LIMITS):
+    for part in ("# tiny", 'name = "me/tiny"', *LIMITS):
         assert part in text
-    assert cli.main(["card", str(root), "--limit", "x"]) == 1
-    assert "context-compressors card: error: there is no file" in capsys.readouterr().err
+    assert cli.main(["publish", "card", str(root), "--limit", "x"]) == 1
+    assert "context-compressors publish: error: there is no file" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        cli.main(["card", str(root / "compressor")])
+        cli.main(["publish", "card", str(root / "compressor")])
     assert "--limit" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A retrieval checkpoint of two steps, and a result file as `evaluate-retrieval` writes it."""
-    root = tmp_path_factory.mktemp("retrieval")
-    tables = {
-        "corpus": [{"id": str(n), "text": f"The mill number {n} stands by the river."} for n in range(4)],
-        "queries": [{"id": str(n), "query": f"Where is mill {n}?"} for n in range(4)],
-        "relevance": [{"query_id": str(n), "doc_id": str(n)} for n in range(4)],
-    }
-    for name, rows in tables.items():
-        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    new_tokenizer().save_pretrained(root / "tokenizer")
-    shape = {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    recipe = {
-        "objective": "denoising",
-        "method": "decal",
-        "tokenizer": str(root / "tokenizer"),
-        "model_config": shape,
-        "method_config": {"compression_ratios": [2]},
-        "sources": [{"generated": True, "tasks": [CONTINUATION], "weight": 1}],
-    }
-    assert train([write_recipe(root / "decal.yaml", **recipe), "--output_dir", str(root / "pretrained")]) == 0
-    source = {name: {"path": f"{name}.jsonl"} for name in tables}
-    recipe = {"objective": "retrieval", "method": "decal", "checkpoint": str(root / "pretrained")}
-    recipe["sources"] = [{**source, "title": "Mills", "licence": "CC0 1.0", "hub_id": "org/mills"}]
-    recipe["include_num_input_tokens_seen"] = False
-    recipe = write_recipe(root / "mills.yaml", **recipe)
-    assert train([recipe, "--data_dir", str(root), "--output_dir", str(root / "ranker")]) == 0
-    rows = [
-        {"model": "BM25", "query_ratio": None, "document_ratio": None, "ndcg_at_10": 61.25, "queries": 4},
-        {"model": "ranker", "document_ratio": 2, "ndcg_at_10": 41.5, "queries": 4, "storage_saving": 1.96},
-        {"model": "other", "document_ratio": 2, "ndcg_at_10": 99.0, "queries": 4, "storage_saving": 1.96},
-    ]
-    settings = {"collection": "Rivers, test", "max_query_tokens": 64, "max_document_tokens": 512}
-    shared = {"Rivers, test": {"trained": 3}}
-    held_out = {"ranker": {"record": "whole", "trained": 77, "chose": 0, "shared": shared}}
-    (root / "retrieval.json").write_text(json.dumps({"settings": settings, "rows": rows, "held_out": held_out}))
-    return root
-
-
-@pytest.mark.slow
-def test_a_retrieval_checkpoints_card_stands_beside_bm25_and_its_snippet_runs(
-    retrieval: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(retrieval)
-    path = write_card("ranker", ["retrieval.json"], LIMITS, recipe="mills.yaml")
-    text = path.read_text()
-    assert ["Rivers, test", "2", "41.5", "61.2", "2.0"] in table_rows(text)
-    assert "99.0" not in text
-    assert "scored here: 3 of Rivers, test trained" in text
-    data = ModelCard.load(path).data
-    assert (data.pipeline_tag, data.datasets) == ("feature-extraction", ["org/mills"])
-    assert data.eval_results[0].metric_value == 41.5
-    assert "[Mills](https://huggingface.co/datasets/org/mills) | CC0 1.0 |" in text
-    names = run_snippet(text, queries=["Where is mill 1?"], documents=["The mill number 1.", "The river."])
-    assert names["scores"].shape == (1, 2)
-    assert "Not measured." in write_card("ranker", [], LIMITS).read_text()
-    (retrieval / "elsewhere").mkdir()
-    with pytest.raises(ValueError, match=r"no row of 'elsewhere'.*ranker"):
-        write_card(copy_of(retrieval / "ranker", retrieval / "elsewhere"), ["retrieval.json"], LIMITS)
-
-
-def test_other_scores_are_refused_on_a_retrieval_card(retrieval: Path, report: EvaluationReport, tmp_path: Path):
-    with pytest.raises(ValueError, match="a file of `evaluate-retrieval --output`"):
-        write_card(retrieval / "ranker", [report], LIMITS)
-    (tmp_path / "wrong.json").write_text('{"rows": [{}], "settings": {}}')
-    with pytest.raises(ValueError, match="not a result file"):
-        write_card(retrieval / "ranker", [tmp_path / "wrong.json"], LIMITS)

@@ -16,7 +16,7 @@ from context_compressors import ComprExITForCausalLM, ICAEForCausalLM, SnapKVFor
 from context_compressors.cli.loading import load_compressor
 from context_compressors.modeling.parts.prompting import decoder_document_ids, full_context_ids
 from context_compressors.serving import page_view as view
-from context_compressors.serving.page import hide, read_file, take_out
+from context_compressors.serving.page import read_file
 from context_compressors.serving.page_answers import PageModel
 
 gradio = pytest.importorskip("gradio", reason="Gradio has an environment of its own: make test-integrations")
@@ -46,7 +46,7 @@ def folder(small_checkpoints: Path) -> Path:
 @pytest.fixture(scope="module")
 def model(folder: Path) -> PageModel:
     compressor, tokenizer = load_compressor(str(folder), dtype="float32")
-    return PageModel(compressor.question_answering(tokenizer), MOST_TOKENS, 12)
+    return PageModel(compressor.question_answering(tokenizer), MOST_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def address(folder: Path, outside: list):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(socket.socket, "connect", noted)
         patch.setattr(gradio.Blocks, "block_thread", lambda self: None)
-        options = ["--max-tokens", str(MOST_TOKENS), "--max-new-tokens", "12", "--dtype", "float32"]
+        options = ["--max-tokens", str(MOST_TOKENS), "--dtype", "float32"]
         assert cli.main(["demo", str(folder), *options]) == 0
         yield re.search(r"open (http://127\.0\.0\.1:\d+/?) in a browser", printed.getvalue())[1]
     gradio.close_all()
@@ -130,13 +130,13 @@ def test_streamed_answers_are_those_of_the_pipeline_and_of_the_decoder_with_the_
     compressor, tokenizer = model.model, model.pipe.tokenizer
     memory, cost = model.compress(BAKERY, 4)
     shown = list(model.from_slots(memory, cost, QUESTIONS[BAKERY]))
-    assert shown[-1].text == model.pipe(QUESTIONS[BAKERY], memory=memory, max_new_tokens=12)["answer"]
+    assert shown[-1].text == model.pipe(QUESTIONS[BAKERY], memory=memory, max_new_tokens=64)["answer"]
     assert [answer.is_done for answer in shown] == [False] * (len(shown) - 1) + [True]
     assert (shown[-1].num_places, shown[-1].num_bytes) == (int(memory.num_slots), memory.nbytes)
 
     text = decoder_document_ids(compressor.config, tokenizer, BAKERY)
     ids = torch.tensor([full_context_ids(compressor.config, tokenizer, text, QUESTIONS[BAKERY])])
-    output = compressor.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    output = compressor.generate(ids, max_new_tokens=64, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     *_, shown = model.from_text(BAKERY, QUESTIONS[BAKERY])
     assert shown.text == tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
     shape = compressor.config.decoder_config
@@ -172,7 +172,7 @@ def test_slots_of_every_kind_are_shown_and_asked(small_checkpoints: Path):
     for kind, model_class in kinds.items():
         torch.manual_seed(0)
         compressor = model_class(model_class.config_class(decoder_config=decoder, compression_ratios=(4,))).eval()
-        reader = PageModel(compressor.question_answering(tokenizer), MOST_TOKENS, 4)
+        reader = PageModel(compressor.question_answering(tokenizer), MOST_TOKENS)
         memory, cost = reader.compress(FERRY, 4)
         inside = reader.inside(FERRY, memory)
         assert (inside.kind, len(inside.slots)) == (kind, int(memory.num_slots))
@@ -185,21 +185,6 @@ def test_slots_of_every_kind_are_shown_and_asked(small_checkpoints: Path):
             assert list(answers)[-1].is_done
 
 
-def test_a_needle_is_hidden_between_sentences_and_taken_out_again():
-    text = "One is. Two is? Three is!\n\nFour is."
-    needle = "A needle."
-    cases = {
-        0: "A needle. One is. Two is? Three is!\n\nFour is.",
-        0.3: "One is. A needle. Two is? Three is!\n\nFour is.",
-        0.7: "One is. Two is? Three is!\n\nA needle. Four is.",
-        1: "One is. Two is? Three is!\n\nFour is. A needle.",
-    }
-    for depth, expected in cases.items():
-        assert hide(text, needle, depth) == expected
-        assert take_out(expected, needle) == text
-    assert take_out(text, "") == take_out(text, needle) == text
-
-
 def test_files_that_are_no_texts_are_refused_by_name(tmp_path: Path):
     (tmp_path / "notes.md").write_bytes(b"\xef\xbb\xbfA note.\n")
     assert read_file(tmp_path / "notes.md", 100) == "A note."
@@ -209,13 +194,6 @@ def test_files_that_are_no_texts_are_refused_by_name(tmp_path: Path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"{name} .*{expected}"):
             read_file(tmp_path / name, 100)
-
-
-def test_options_of_the_other_demo_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["demo", str(folder), "--steps", "3"]) == 1
-    assert "--steps is an option of the printed demo: leave out CHECKPOINT" in capsys.readouterr().err
-    assert cli.main(["demo", "--port", "8000"]) == 1
-    assert "--port is an option of the page: give CHECKPOINT" in capsys.readouterr().err
 
 
 def test_a_user_types_asks_reads_and_looks_into_the_slots(visit, model: PageModel, outside: list, tmp_path: Path):
@@ -261,22 +239,6 @@ def test_a_user_types_asks_reads_and_looks_into_the_slots(visit, model: PageMode
     assert not strangers
     assert not outside
     assert not visit.errors
-
-
-def test_a_needle_is_hidden_asked_for_and_judged(visit):
-    page = visit()
-    fill(page, FERRY, "")
-    page.locator("#cc-needle button").first.click()
-    words = page.locator("#cc-needle textarea, #cc-needle input[type=text]")
-    for place, text in enumerate(("The cook is Runa Holm.", "Who is the cook?", "Runa Holm")):
-        words.nth(place).fill(text)
-    page.locator("#cc-depth input[type=range]").fill("100")
-    page.locator("#cc-hide").click()
-    for kind in ("text", "slots"):
-        verdict = "cc-right" if "runa holm" in done(page, kind).lower() else "cc-not"
-        assert verdict in page.locator(f".cc-{kind} .cc-verdict").get_attribute("class")
-    assert page.locator("#cc-document textarea").input_value() == f"{FERRY} The cook is Runa Holm."
-    assert page.locator("#cc-question textarea").input_value() == "Who is the cook?"
 
 
 def test_what_cannot_be_asked_or_loaded_gets_a_sentence(visit, tmp_path: Path):

@@ -78,7 +78,9 @@ def models(small_checkpoints, tmp_path_factory):
     compressor(ICAEForCausalLM, folder / "base", tokenizer, folder / "untouched", task_token_ids=tasks, chunk_size=64)
     for form in ("merged", "lora"):
         with contextlib.redirect_stdout((folder / f"{form}.txt").open("w")) as printed:
-            assert cli.main(["export-decoder", str(folder / "adapted"), str(folder / form), "--as", form]) == 0
+            assert (
+                cli.main(["publish", "export-decoder", str(folder / "adapted"), str(folder / form), "--as", form]) == 0
+            )
         printed.close()
     return folder
 

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`context-compressors publish card | upload | export-decoder`: what a checkpoint needs to be used by others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from .. import __version__
+from ..configuration.nearest_names import nearest
+from .command import BASE_MODEL, DTYPE, argument, command
+
+WEIGHTS = ("saved", "light", "full")
+# Ranks that vLLM reserves memory for.
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+@command(
+    "publish card",
+    "Write the card (README.md) of a checkpoint from its training run and its evaluation.",
+    argument("folder", help="checkpoint folder, with recipe.yaml and training_summary.json"),
+    argument(
+        "--scores",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="reports of `context-compressors evaluate --output`",
+    ),
+    argument(
+        "--limit", action="append", required=True, metavar="TEXT", help="what it cannot do; once for each sentence"
+    ),
+    argument("--model-id", metavar="NAME", help="repository or folder that the snippet loads (default: the folder)"),
+    argument(
+        "--recipe", metavar="RECIPE", help="recipe that was run: names it, and gives licences the run did not record"
+    ),
+    argument("--license", default="apache-2.0", metavar="ID", help="licence of the weights (default: %(default)s)"),
+    examples="""
+context-compressors publish card outputs/my-compressor --scores results.json --limit "It has read English only."
+context-compressors publish card outputs/icae --scores generated.json books.json --recipe embedded/icae.yaml \\
+    --limit "It reads at most 2,048 tokens." --limit "It does not follow instructions."
+""",
+)
+def card(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors publish card`; `ValueError` as `write_card`."""
+    from ..hub_cards.write_card import write_card
+
+    path = write_card(
+        arguments.folder,
+        arguments.scores,
+        arguments.limit,
+        model_id=arguments.model_id,
+        recipe=arguments.recipe,
+        license=arguments.license,
+    )
+    print(f"wrote {path}")
+
+
+@command(
+    "publish upload",
+    "Build a Hub repository from a checkpoint's folder, and push it in one commit.",
+    argument("checkpoint", help="folder of the checkpoint"),
+    argument("repository", help="repository on the Hub, such as me/my-compressor"),
+    argument("--dry-run", action="store_true", help="show the files and their sizes, and open no connection"),
+    argument("--output", metavar="FOLDER", help="keep the repository's folder there"),
+    argument(
+        "--weights",
+        default="saved",
+        choices=WEIGHTS,
+        help="as in the checkpoint, without the base's weights, or with them (default: %(default)s)",
+    ),
+    BASE_MODEL,
+    argument(
+        "--include",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file in the folder that is left out or refused otherwise; give it again for several",
+    ),
+    argument("--license", metavar="ID", help="licence of the weights (default: the card's, or else the base's)"),
+    argument("--tag", default=f"v{__version__}", help="name of the version (default: %(default)s)"),
+    argument("--public", action="store_true", help="let everybody see it (default: private)"),
+    examples="""
+context-compressors publish upload outputs/my-compressor me/my-compressor --dry-run
+context-compressors publish upload outputs/my-compressor me/my-compressor --license apache-2.0
+context-compressors publish upload outputs/my-compressor me/my-compressor --weights light --base-model Qwen/Qwen3-0.6B
+""",
+)
+def upload(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors publish upload`.
+
+    Raises:
+        ValueError: a name that the Hub does not allow, and as `build_repository` and `push_repository`.
+    """
+    from huggingface_hub.utils import validate_repo_id
+
+    from ..hub_cards.public_files import tree
+    from ..hub_cards.repository import build_repository, push_repository
+
+    validate_repo_id(arguments.repository)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = build_repository(
+            arguments.checkpoint,
+            arguments.output or Path(scratch) / "repository",
+            weights=arguments.weights,
+            base_model=arguments.base_model,
+            license=arguments.license,
+            local_files_only=arguments.dry_run,
+            include=arguments.include,
+        )
+        print(f"{arguments.repository}, {'public' if arguments.public else 'private'}, {arguments.tag}")
+        print(tree(folder))
+        if not arguments.dry_run:
+            print(push_repository(folder, arguments.repository, tag=arguments.tag, private=not arguments.public))
+
+
+@command(
+    "publish export-decoder",
+    "Write a checkpoint's decoder as a folder that vLLM and others serve: a plain language model without code of its "
+    "own, or an adapter of the base.",
+    argument("checkpoint", help="Hub id or folder of the compressor"),
+    argument("output", help="folder to write; it does not exist, or is empty"),
+    argument(
+        "--as",
+        dest="form",
+        default="merged",
+        choices=("merged", "lora"),
+        help="a whole model with its adapters merged, or these alone in PEFT's format (default: %(default)s)",
+    ),
+    DTYPE,
+    BASE_MODEL,
+    examples="""
+context-compressors publish export-decoder my-compressor my-decoder
+context-compressors publish export-decoder my-compressor my-adapter --as lora
+""",
+)
+def export_decoder(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors publish export-decoder`.
+
+    Raises:
+        ValueError: as `load_compressor` and `export_decoder`.
+    """
+    from ..modeling.checkpoint.pretrained_bases import tokenizer_from_place
+    from ..modeling.compressor.decoder_export import export_decoder, is_untouched_base
+    from .loading import load_compressor
+
+    name, output = arguments.checkpoint, arguments.output
+    model, _ = load_compressor(name, device="cpu", dtype=arguments.dtype, base_model=arguments.base_model)
+    # Not that of `load_compressor`, which splits special tokens: a server fills the chat template with them.
+    export_decoder(model, tokenizer_from_place(name), output, arguments.form)
+    base = model.config.base_model_name_or_path
+    if arguments.form == "lora":
+        adapter = json.loads((Path(output) / "adapter_config.json").read_text(encoding="utf-8"))
+        rank = next((rank for rank in _VLLM_RANKS if rank >= adapter["r"]), _VLLM_RANKS[-1])
+        # Without its targets vLLM adapts the embedding table, too, and fails where a chat holds embeddings and text.
+        options = f"--max-lora-rank {rank} --lora-target-modules {' '.join(sorted(adapter['target_modules']))}"
+        print(f"vllm serve {base} --enable-prompt-embeds --enable-lora {options} --lora-modules decoder={output}")
+        return
+    if is_untouched_base(model):
+        print(f"nothing of this decoder was trained: it is {base}, which a server may load in its place")
+    print(f"vllm serve {output} --enable-prompt-embeds")
+
+
+_STEPS = {"card": card, "upload": upload, "export-decoder": export_decoder}
+_HELP = """\
+usage: context-compressors publish STEP ...
+
+steps:
+  card            write a checkpoint's card from its training run and its evaluation
+  upload          build a Hub repository from a checkpoint, and push it
+  export-decoder  write the decoder as a plain language model or LoRA adapter, for vLLM and others
+
+examples:
+  context-compressors publish upload outputs/my-compressor me/my-compressor --dry-run
+
+`context-compressors publish STEP --help` lists a step's options."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a step of `context-compressors publish`; wrong arguments exit with 2."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if name in ("-h", "--help"):
+        print(_HELP)
+        raise SystemExit(0)
+    if name not in _STEPS:
+        what = f"unknown step {name!r}{nearest(name, _STEPS)}\n" if name else ""
+        print(f"{what}{_HELP}", file=sys.stderr)
+        raise SystemExit(2)
+    return _STEPS[name](rest)
