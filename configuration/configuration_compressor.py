@@ -305,7 +305,7 @@ class CompressorConfig(PreTrainedConfig):
         loaders = [name for name in cls.default_auto_map() if name in _GENERATING]
         return {
             QUESTION_ANSWERING: {
-                "impl": "context_compression_qa.ContextCompressionQAPipeline",
+                "impl": "compressor_base.ContextCompressionQAPipeline",
                 "pt": loaders,
                 "type": "text",
             }

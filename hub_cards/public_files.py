@@ -110,15 +110,11 @@ def _text_of(file: Path, path: Path) -> str:
 
 
 def _check_texts(folder: Path, texts: Mapping[Path, str]) -> None:
-    from ..modeling.checkpoint.remote_code import flatten
-
     own = {str(place) for place in (folder.resolve(), Path.cwd(), Path.home()) if len(place.parts) > 1}
-    own_code = {file.name: file for file in Path(__file__).parents[1].glob("[cm]o*/**/*.py")}
     searched = {}
     for path, text in texts.items():
         known = next((place for place in own if f"{place}{os.sep}" in text or f'"{place}"' in text), None)
-        is_own = path.name in own_code and flatten(own_code[path.name]) == text
-        if path.name not in _VOCABULARIES and not is_own:
+        if path.name not in _VOCABULARIES:
             searched[path] = text
             found = _LOCAL_PATH.search(text)
             known = known or (found and found[0])

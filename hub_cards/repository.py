@@ -139,14 +139,16 @@ def _convert(checkpoint: Path, target: Path, weights: str, base_model: str | Non
 
 def _complete_code(config: PreTrainedConfig, folder: Path) -> None:
     """Write the code beside the weights, unless the checkpoint brought its own."""
-    from ..modeling.checkpoint.remote_code import collect, write_code
+    from transformers.dynamic_module_utils import get_relative_imports
+
+    from ..modeling.checkpoint.remote_code import write_code
 
     files = [folder / f"{entry.partition('.')[0]}.py" for entry in config.auto_map.values()]
     if not all(file.is_file() for file in files):
         write_code(_auto_class(config)._model_mapping[type(config)], type(config), folder)
-    outside = [path for path in collect(*files).values() if path.parent != folder]
+    outside = [name for file in folder.glob("*.py") for name in get_relative_imports(file) if name.startswith(".")]
     if outside:
-        raise ValueError(f"the code imports {outside[0].name} from outside the folder: save the checkpoint again")
+        raise ValueError(f"the code imports .{outside[0]} from outside the folder: save the checkpoint again")
 
 
 def _foreign_code(config: PreTrainedConfig, folder: Path) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mean pooling ("Simple Context Compression: Mean-Pooling and Multi-Ratio Training")."""
+# Written by context-compressors from its modules, whose names stand above their parts.
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .compressor_base import (
+    Chunks,
+    CompressorForCausalLM,
+    CompressorModel,
+    Float32Linear,
+    Slots,
+    mean_pool,
+    nearest_ratios,
+)
 from .configuration_mean_pooling import MeanPoolingConfig
-from .causal_lm import CompressorForCausalLM
-from .chunking import Chunks, Slots
-from .modeling_compressor import CompressorModel
-from .float32_layers import Float32Linear
-from .pooling import mean_pool
-from .ratio_selection import nearest_ratios
 
+
+# modeling/modeling_mean_pooling.py
 
 class MeanPoolingModel(CompressorModel):
     r"""

@@ -1,11 +1,855 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of ranked key/values."""
+# Written by context-compressors from its modules, whose names stand above their parts.
 
-from typing import Any
+from __future__ import annotations
 
-from .configuration_compressor import CompressorConfig
-from .field_checks import int_between, lora_or, one_of, token_id_list
-from .layer_shape import linear_flops
+import difflib
+import math
+import os
+import re
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, CONFIG_MAPPING, PreTrainedConfig
+from transformers.utils import logging
+
+
+# configuration/layer_shape.py
+
+# Families whose feed-forward part has no gate.
+_UNGATED = ("bert", "roberta", "xlm-roberta", "mpnet", "gpt_neox", "opt")
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of a transformer layer that its operations depend on.
+
+    Args:
+        hidden_size: D of Appendix G.
+        head_dim: d, size of an attention head.
+        num_heads: h^q, query heads.
+        num_key_value_heads: h^k, key/value heads.
+        intermediate_size: I, width of the feed-forward part.
+        is_gated: whether the feed-forward part has a gate, as equation 10 takes it; the first T5 and BERT have none.
+    """
+
+    hidden_size: int
+    head_dim: int
+    num_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    is_gated: bool = True
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig) -> LayerShape:
+        """The layer of a language model's configuration.
+
+        Raises:
+            ValueError: a configuration that does not name a layer's sizes.
+        """
+        if config.model_type == "t5":
+            heads = config.num_heads
+            return cls(config.d_model, config.d_kv, heads, heads, config.d_ff, config.is_gated_act)
+        if config.model_type == "gpt2":
+            width, heads = config.hidden_size, config.num_attention_heads
+            return cls(width, width // heads, heads, heads, config.n_inner or 4 * width, is_gated=False)
+        names = ("hidden_size", "num_attention_heads", "intermediate_size")
+        if missing := [name for name in names if getattr(config, name, None) is None]:
+            raise ValueError(f"a configuration of type {config.model_type!r} has no {', '.join(missing)}")
+        heads = config.num_attention_heads
+        return cls(
+            config.hidden_size,
+            getattr(config, "head_dim", None) or config.hidden_size // heads,
+            heads,
+            getattr(config, "num_key_value_heads", None) or heads,
+            config.intermediate_size,
+            config.model_type not in _UNGATED,
+        )
+
+    def parts(self, length: int, num_past: int = 0) -> dict[str, int]:
+        """Operations of the layer by part.
+
+        Args:
+            length: L_in, tokens that go through the layer at once.
+            num_past: tokens in front of them whose keys and values are in a cache.
+
+        Returns:
+            `qkv`, `qk`, `softmax`, `av`, `out` (equation 9), `up` and `down` (equation 10).
+        """
+        hidden, d, heads = self.hidden_size, self.head_dim, self.num_heads
+        num_keys = num_past + length
+        return {
+            "qkv": 2 * length * hidden * d * heads + 2 * 2 * length * hidden * d * self.num_key_value_heads,
+            "qk": 2 * heads * length * num_keys * d,
+            "softmax": heads * length * num_keys,
+            "av": 2 * heads * length * num_keys * d,
+            "out": 2 * length * d * heads * hidden,
+            "up": 2 * length * hidden * (2 if self.is_gated else 1) * self.intermediate_size,
+            "down": 2 * length * hidden * self.intermediate_size,
+        }
+
+    def flops(self, length: int, num_past: int = 0) -> int:
+        """Operations of the whole layer; arguments as `parts`."""
+        return sum(self.parts(length, num_past).values())
+
+    def future_flops(self, length: int) -> int:
+        """Operations of equation 9 between `length` tokens and later ones, which a causal kernel need not do."""
+        return self.num_heads * (4 * self.head_dim + 1) * (length * (length - 1) // 2)
+
+    def cross_attention_flops(self, length: int, num_states: int, new_states: bool) -> int:
+        """Operations of cross-attention by equation 9, with the keys and values of an encoder's output.
+
+        Args:
+            length: decoder tokens that go through the layer at once.
+            num_states: vectors of the encoder's output.
+            new_states: whether their keys and values are still to be computed.
+        """
+        projection = 2 * self.hidden_size * self.head_dim * self.num_heads
+        keys_and_values = 2 * num_states * projection if new_states else 0
+        scores = self.num_heads * length * num_states * (2 * self.head_dim + 1 + 2 * self.head_dim)
+        return keys_and_values + 2 * length * projection + scores
+
+
+def check_at_least(least: int, **values: int) -> None:
+    """Raise a `TypeError` for what is no int, and a `ValueError` for an int below `least`, by its name."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def stack_flops(config: PreTrainedConfig, length: int, num_layers: int | None = None) -> int:
+    """Operations of a stack of layers over `length` tokens at once: F^Encoder and F^LSA of equation 11."""
+    return LayerShape.from_config(config).flops(length) * (
+        config.num_hidden_layers if num_layers is None else num_layers
+    )
+
+
+def linear_flops(num_vectors: int, in_features: int, out_features: int) -> int:
+    """Operations of a linear map of so many vectors."""
+    return 2 * num_vectors * in_features * out_features
+
+
+# configuration/versions.py
+
+logger = logging.get_logger(__name__)
+# That of the package; a checkpoint's own code cannot ask the package.
+CODE_VERSION = "0.1.0"
+# Grows when a field changes its name or its meaning, not when one with a default value joins.
+CONFIG_SCHEMA = 2
+
+
+def as_numbers(version: str) -> tuple[int, ...]:
+    """The first three numbers of a version, for comparing: "0.10.1.dev2" gives (0, 10, 1)."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def check_versions(fields: dict[str, Any]) -> None:
+    """Check that this code reads a stored configuration."""
+    schema = fields.get("config_schema", 0)
+    written_by = fields.get("code_version", "an unknown version")
+    if not isinstance(schema, int) or isinstance(schema, bool) or schema < 0:
+        raise ValueError(f"`config_schema` must be an int of at least 0, got {schema!r}")
+    if schema != CONFIG_SCHEMA:
+        other = "a newer" if schema > CONFIG_SCHEMA else "an older"
+        raise ValueError(
+            f"this configuration has schema {schema} (context-compressors {written_by}), and {CODE_VERSION} reads "
+            f"{CONFIG_SCHEMA}: install {other} context-compressors, or load the checkpoint with the code beside "
+            "it, by trust_remote_code=True in a process that does not import this package"
+        )
+    if as_numbers(fields.get("code_version", "")) > as_numbers(CODE_VERSION):
+        logger.warning(
+            f"the checkpoint was written by context-compressors {written_by}, and this is {CODE_VERSION}, which may "
+            "not know all of its fields: install a newer context-compressors"
+        )
+
+
+# configuration/nearest_names.py
+
+# More than these are no help in a message.
+_MOST_NAMES = 60
+
+
+def nearest_name(name: str, allowed: Iterable[str], similarity: float = 0.5) -> str | None:
+    """The allowed name that is most like another one, or `None` when none is near; `similarity` is from 0 to 1."""
+    return next(iter(difflib.get_close_matches(name, sorted(map(str, allowed)), n=1, cutoff=similarity)), None)
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """A clause such as `; did you mean 'context'?` with the nearest allowed name, or the names when none is near."""
+    names = sorted(map(str, allowed))
+    if (found := nearest_name(name, names)) is not None:
+        return f"; did you mean {found!r}?"
+    return f"; allowed: {', '.join(names)}" if 0 < len(names) <= _MOST_NAMES else ""
+
+
+def check_choice(what: str, value: str, allowed: Iterable[str]) -> None:
+    """Raise `ValueError` naming `what`, the value and the nearest allowed one, unless the value is allowed."""
+    names = list(allowed)
+    if value not in names:
+        raise ValueError(f"unknown {what} {value!r}{nearest(str(value), names)}")
+
+
+# configuration/field_checks.py
+
+# What a checkpoint is asked to do.
+PROMPTED_TASKS = ("question_answering", "summarisation", "continuation", "reconstruction")
+_LORA_DEFAULTS = {"rank": 16, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear"}
+
+
+def one_of(field: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """Return `value` if it is one of `allowed`, else raise a `ValueError` that names the field."""
+    if value not in allowed:
+        raise ValueError(f"`{field}` must be one of {list(allowed)}, got {value!r}")
+    return value
+
+
+def boolean(field: str, value: Any) -> bool:
+    """Return `value` if it is a bool, else raise a `ValueError` that names the field."""
+    if not isinstance(value, bool):
+        raise ValueError(f"`{field}` must be True or False, got {value!r}")
+    return value
+
+
+def int_between(field: str, value: Any, least: int, most: int | None = None) -> int:
+    """Return `value` if it is an int within limits, else raise a `ValueError` that names the field."""
+    if not _is_int(value) or value < least or (most is not None and value > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"`{field}` must be an int {limits}, got {value!r}")
+    return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is an int or a float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def positive_int_or_none(field: str, value: Any) -> int | None:
+    if value is not None and (not _is_int(value) or value < 1):
+        raise ValueError(f"`{field}` must be an int of at least 1 or None, got {value!r}")
+    return value
+
+
+def token_id_list(field: str, value: Any) -> list[int]:
+    if not isinstance(value, (list, tuple)) or not all(_is_int(token_id) and token_id >= 0 for token_id in value):
+        raise ValueError(f"`{field}` must be a list of token ids of at least 0, got {value!r}")
+    return list(value)
+
+
+def ratio_tuple(value: Any) -> tuple[int, ...]:
+    ratios = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not ratios or not all(_is_int(ratio) and ratio >= 1 for ratio in ratios) or len(set(ratios)) != len(ratios):
+        raise ValueError(f"`compression_ratios` must be one or more different ints of at least 1, got {value!r}")
+    return ratios
+
+
+def base_entries(field: str, value: Any) -> dict[str, dict[str, Any]] | None:
+    """Return a light checkpoint's record of its bases, or `None`, else raise a `ValueError` that names the field."""
+    if value is None:
+        return None
+    needed = ("repo_id", "revision", "fingerprint", "dtype")
+    is_mapping = isinstance(value, dict) and value.keys() <= {"decoder", "encoder"}
+    if not is_mapping or not all(isinstance(entry, dict) and entry.keys() >= set(needed) for entry in value.values()):
+        raise ValueError(f"`{field}` must be None, or of decoder and encoder dicts with {list(needed)}, got {value!r}")
+    return value
+
+
+def language_model_config(field: str, value: Any) -> PreTrainedConfig:
+    if isinstance(value, PreTrainedConfig):
+        return value
+    if not isinstance(value, dict) or "model_type" not in value:
+        raise ValueError(f"`{field}` must be a PreTrainedConfig or a dict with `model_type`, got {value!r}")
+    fields = dict(value)
+    model_type = fields.pop("model_type")
+    check_choice(f"model_type of `{field}`:", model_type, CONFIG_MAPPING)
+    try:
+        return CONFIG_MAPPING[model_type](**fields)
+    except Exception as error:
+        # A value of a wrong type is an error of its own kind there.
+        raise ValueError(f"`{field}` is no configuration of a model: {error}") from error
+
+
+def marker_counts(value: Any) -> dict[str, int]:
+    """How many learned vectors stand on each side of a chunk's slots."""
+    value = {} if value is None else value
+    counts = value.values() if isinstance(value, dict) else ()
+    known = isinstance(value, dict) and set(value) <= {"before", "after"}
+    if not known or not all(_is_int(count) and count >= 0 for count in counts):
+        raise ValueError(f"`slot_markers` must map 'before' and 'after' to ints of at least 0, got {value!r}")
+    return {"before": 0, "after": 0, **value}
+
+
+def lora_or(value: Any, default: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A method's own adapter where the value is "default"."""
+    return default if value == "default" else value
+
+
+def lora_settings(field: str, value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError(f"`{field}` must be a dict with the keys {sorted(_LORA_DEFAULTS)} or None, got {value!r}")
+    unknown = sorted(set(value) - set(_LORA_DEFAULTS))
+    if unknown:
+        raise ValueError(f"`{field}` has unknown keys {unknown}; allowed are {sorted(_LORA_DEFAULTS)}")
+    lora = {**_LORA_DEFAULTS, **value}
+    if not _is_int(lora["rank"]) or lora["rank"] < 1:
+        raise ValueError(f"`{field}['rank']` must be an int of at least 1, got {lora['rank']!r}")
+    if not is_number(lora["alpha"]) or not 0 < lora["alpha"] < math.inf:
+        raise ValueError(f"`{field}['alpha']` must be a finite number above 0, got {lora['alpha']!r}")
+    if not is_number(lora["dropout"]) or not 0 <= lora["dropout"] < 1:
+        raise ValueError(
+            f"`{field}['dropout']` must be a number from 0 up to, not including, 1, got {lora['dropout']!r}"
+        )
+    targets = lora["target_modules"]
+    names = isinstance(targets, (list, tuple)) and targets and all(isinstance(name, str) and name for name in targets)
+    if targets != "all-linear" and not names:
+        raise ValueError(
+            f"`{field}['target_modules']` must be 'all-linear' or a list of module names, got {targets!r}"
+        )
+    lora["target_modules"] = "all-linear" if targets == "all-linear" else list(targets)
+    return lora
+
+
+def pattern_list(value: Any) -> list[str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(pattern, str) for pattern in value):
+        raise ValueError(
+            f"`trainable_parameters` must be a list of regular expressions, at least one, or None, got {value!r}"
+        )
+    for pattern in value:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"`trainable_parameters` has a broken regular expression {pattern!r}: {error}") from error
+    return list(value)
+
+
+def task_token_map(value: Any) -> dict[str, int]:
+    value = {} if value is None else value
+    if not isinstance(value, dict) or not all(isinstance(k, str) and _is_int(v) and v >= 0 for k, v in value.items()):
+        raise ValueError(f"`task_token_ids` must map token strings to ids of at least 0, got {value!r}")
+    if len(set(value.values())) < len(value):
+        raise ValueError(f"`task_token_ids` must map each token to an id of its own, got {value!r}")
+    # Their embeddings stand in this order, which is that of a saved configuration.
+    return dict(sorted(value.items()))
+
+
+def text(field: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"`{field}` must be a text, got {value!r}")
+    return value
+
+
+def text_or_none(field: str, value: Any) -> str | None:
+    return None if value is None else text(field, value)
+
+
+def prompt_map(value: Any) -> dict[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
+        raise ValueError(f"`prompts` must map tasks to texts or be None, got {value!r}")
+    for task, prompt in value.items():
+        check_choice("task of `prompts`:", task, PROMPTED_TASKS)
+        if prompt.count("{question}") != (task == "question_answering"):
+            raise ValueError(
+                f"`prompts` must hold {{question}} once in 'question_answering' and nowhere else, got {task!r}: "
+                f"{prompt!r}"
+            )
+    return dict(value)
+
+
+# configuration/configuration_compressor.py
+
+POSITION_LAYOUTS = ("default", "uniform", "enhanced")
+PROMPT_FORMATS = ("plain", "chat")
+# The task of `transformers.pipeline`, and the Auto classes whose models it can ask.
+QUESTION_ANSWERING = "context-compression-qa"
+_GENERATING = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
+# Loads what ranks documents, and has no decoder.
+RETRIEVAL_LOADER = "AutoModelForTextEncoding"
+# Longer than any context: what fits it has no limit.
+_ENDLESS = 2**40
+# What `save_pretrained` records about a checkpoint; nobody chooses these.
+_RECORD = {
+    "external_weights": None,
+    "parent_model_name_or_path": None,
+    "code_version": CODE_VERSION,
+    "config_schema": CONFIG_SCHEMA,
+}
+
+
+class CompressorConfig(PreTrainedConfig):
+    r"""
+    What every compressor has: a language model that decodes, one that encodes, ratios, chunks and positions.
+
+    Args:
+        decoder_config (`PreTrainedConfig` or `dict`):
+            Configuration of the language model that reads the slots.
+        encoder_config (`PreTrainedConfig` or `dict`, *optional*):
+            Configuration of an encoder with weights of its own. `None`: the encoder is the decoder's own weights (held
+            once), and adapters make the difference.
+        base_model_name_or_path (`str`, *optional*):
+            Hub repository or folder that the untouched weights come from.
+        base_model_revision (`str`, *optional*):
+            Revision of that repository.
+        encoder_name_or_path (`str`, *optional*):
+            Where an encoder with weights of its own comes from, if that is another model than the base.
+        encoder_revision (`str`, *optional*):
+            Revision of that repository.
+        encoder_tokenizer (`str`, *optional*):
+            Subfolder of the checkpoint with the tokenizer of contexts. `None`: contexts and texts have the same one.
+        compression_ratios (`int` or sequence of `int`, defaults to `(4,)`):
+            Context tokens per slot that the checkpoint is trained for, each at least 1. The first one is the default.
+        chunk_size (`int`, *optional*):
+            Context tokens per independently compressed chunk. `None`: never chunk.
+        position_layout (`str`, defaults to `"default"`):
+            `"default"`, `"uniform"` or `"enhanced"`, as in EPL, Tables 1 to 3.
+        encoder_lora (`dict`, *optional*):
+            LoRA of the encoder: `rank`, `alpha`, `dropout` and `target_modules` (`"all-linear"` or a list of module
+            names). `None`: the encoder is frozen.
+        decoder_lora (`dict`, *optional*):
+            LoRA of the decoder, likewise. `None`: the decoder is frozen.
+        shared_adapter (`bool`, defaults to `False`):
+            Whether the decoder reads with the encoder's adapter, the same weights, which get gradient from both sides.
+            Encoder and decoder are then one model, and `decoder_lora` is `encoder_lora`; another one is an adapter
+            beside it, in a stage that trains that alone.
+        slot_markers (`dict[str, int]`, *optional*):
+            How many learned vectors stand in front of each chunk's slots (`"before"`) and behind them (`"after"`),
+            such as `{"after": 1}` for a separator. Each is a place of the decoder and is kept with the memory: it
+            counts among the slots. `None`: none. They stand between embeddings with contiguous positions alone.
+        embedding_residual (`bool`, defaults to `False`):
+            Whether a slot starts as the sum of its window's token embeddings over the square root of their number, and
+            the method adds to it: z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), with W = 0
+            at the start, hidden_size x hidden_size. The decoder then reads slots within some thousand tokens of
+            training. No paper has it. Mean pooling's own W, where it has one, takes the place of this one.
+        trainable_parameters (sequence of `str`, *optional*):
+            Regular expressions, searched in parameter names, that replace the method's own trainable set. The set is
+            part of the checkpoint and is applied again when it is loaded.
+        restores_context_start (`bool`, defaults to `True`):
+            Whether a reconstruction behind its task token, [AE], starts with what the tokenizer puts in front of a
+            context, such as BOS. Under the enhanced layout its tokens then have the position ids that the encoder gave
+            them: [AE] 0, BOS 1, the first token of the text 2 (as in the code of EPL's authors).
+        bos_before_text (`bool`, defaults to `True`):
+            Whether a text behind slots starts with BOS where the method has no task token. Where it does not, a
+            tokenizer that the compressor is trained with puts none in front of contexts either, and a text without a
+            prompt still starts with BOS.
+        bos_before_slots (`bool`, defaults to `False`):
+            Whether a leading BOS of the text moves in front of the slots.
+        slots_after_ids (sequence of `int`, defaults to `()`):
+            Token ids behind which the slots stand, where they first occur in the text, such as those that open the
+            user's turn of a chat template. A text without them follows the slots.
+        task_token_ids (`dict[str, int]`, *optional*):
+            Ids of the method's own special tokens, such as `{"[AE]": 32000}`.
+        prompts (`dict[str, str]`, *optional*):
+            What the checkpoint was trained to read between a memory and its answer, by task; the one of
+            `"question_answering"` holds `{question}`. `None`: the method's usual ones.
+        prompt_format (`str`, defaults to `"plain"`):
+            `"plain"`: the prompt follows the memory as it is. `"chat"`: memory and prompt are the user's turn of the
+            tokenizer's chat template, and `slots_after_ids` open that turn.
+        context_prefix (`str`, defaults to `""`):
+            Text that stood in front of every document of a question in its training, such as a heading.
+        use_cache (`bool`, defaults to `True`):
+            Whether the decoder returns its key/value cache.
+        kwargs:
+            Fields of [`PreTrainedConfig`], and what `save_pretrained` records about the checkpoint: `external_weights`
+            (the base models whose weights it leaves out, or `None`), `parent_model_name_or_path` (the checkpoint that
+            it was fine-tuned from), `code_version` and `config_schema`.
+
+    Raises:
+        ValueError: a value is not allowed; the message names the field, the value and what is allowed.
+    """
+
+    model_type = "context_compressor"
+    sub_configs = {"decoder_config": AutoConfig, "encoder_config": AutoConfig}
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
+    # What a memory holds: "embeddings", or "key_values" of every layer.
+    carrier = "embeddings"
+    # Whether there is anything to train.
+    is_trained = True
+    # Whether what opens a text, BOS or the user's turn of a chat, is compressed in front of a document, and the text
+    # goes on where the document ends.
+    opens_context = False
+    # Position of a context's first token under the uniform and enhanced layouts.
+    first_context_position = 1
+    # Whether long contexts can be cut into chunks.
+    has_chunks = True
+    # The packaged prompts of texts that start with no task token and stand in no chat: their name, and their question.
+    plain_prompts = ("default", "\nQuestion: {question}\nAnswer:")
+    # The method's fields that a model card names -> what it calls them.
+    card_fields: ClassVar[dict[str, str]] = {"encoder_name_or_path": "Encoder's base model"}
+
+    def __init__(
+        self,
+        decoder_config: PreTrainedConfig | dict[str, Any] | None = None,
+        encoder_config: PreTrainedConfig | dict[str, Any] | None = None,
+        base_model_name_or_path: str | None = None,
+        base_model_revision: str | None = None,
+        encoder_name_or_path: str | None = None,
+        encoder_revision: str | None = None,
+        encoder_tokenizer: str | None = None,
+        compression_ratios: int | list[int] | tuple[int, ...] = (4,),
+        chunk_size: int | None = None,
+        position_layout: str = "default",
+        encoder_lora: dict[str, Any] | None = None,
+        decoder_lora: dict[str, Any] | None = None,
+        shared_adapter: bool = False,
+        slot_markers: dict[str, int] | None = None,
+        embedding_residual: bool = False,
+        trainable_parameters: list[str] | tuple[str, ...] | None = None,
+        restores_context_start: bool = True,
+        bos_before_text: bool = True,
+        bos_before_slots: bool = False,
+        slots_after_ids: list[int] | tuple[int, ...] = (),
+        task_token_ids: dict[str, int] | None = None,
+        prompts: dict[str, str] | None = None,
+        prompt_format: str = "plain",
+        context_prefix: str = "",
+        use_cache: bool = True,
+        **kwargs: Any,
+    ):
+        # A config class must be constructible without arguments: `to_diff_dict` compares with that instance.
+        self.decoder_config = language_model_config("decoder_config", decoder_config or {"model_type": "llama"})
+        self.encoder_config = (
+            None if encoder_config is None else language_model_config("encoder_config", encoder_config)
+        )
+        self.base_model_name_or_path = text_or_none("base_model_name_or_path", base_model_name_or_path)
+        self.base_model_revision = text_or_none("base_model_revision", base_model_revision)
+        self.encoder_name_or_path = text_or_none("encoder_name_or_path", encoder_name_or_path)
+        self.encoder_revision = text_or_none("encoder_revision", encoder_revision)
+        self.encoder_tokenizer = text_or_none("encoder_tokenizer", encoder_tokenizer)
+        self.compression_ratios = ratio_tuple(compression_ratios)
+        self.chunk_size = positive_int_or_none("chunk_size", chunk_size)
+        self.position_layout = one_of("position_layout", position_layout, POSITION_LAYOUTS)
+        self.encoder_lora = lora_settings("encoder_lora", encoder_lora)
+        self.decoder_lora = lora_settings("decoder_lora", decoder_lora)
+        self.shared_adapter = boolean("shared_adapter", shared_adapter)
+        self.slot_markers = marker_counts(slot_markers)
+        self.embedding_residual = boolean("embedding_residual", embedding_residual)
+        self.trainable_parameters = pattern_list(trainable_parameters)
+        self.restores_context_start = boolean("restores_context_start", restores_context_start)
+        self.bos_before_text = boolean("bos_before_text", bos_before_text)
+        self.bos_before_slots = boolean("bos_before_slots", bos_before_slots)
+        self.slots_after_ids = token_id_list("slots_after_ids", slots_after_ids)
+        self.task_token_ids = task_token_map(task_token_ids)
+        self.prompts = prompt_map(prompts)
+        self.prompt_format = one_of("prompt_format", prompt_format, PROMPT_FORMATS)
+        self.context_prefix = text("context_prefix", context_prefix)
+        self.use_cache = boolean("use_cache", use_cache)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(self, name, kwargs.pop(name, getattr(self.decoder_config, name, None)))
+        self.tie_word_embeddings = kwargs.pop(
+            "tie_word_embeddings", bool(getattr(self.decoder_config, "tie_word_embeddings", False))
+        )
+        for name, default in _RECORD.items():
+            value = kwargs.pop(name, default)
+            setattr(self, name, base_entries(name, value) if name == "external_weights" else value)
+        super().__init__(**kwargs)
+        self._check_parts()
+        self.auto_map = self.default_auto_map()
+        self.custom_pipelines = self.default_custom_pipelines()
+
+    def _check_parts(self) -> None:
+        if self.shared_adapter:
+            if self.decoder_lora is None and not self.has_frozen_memories:
+                self.decoder_lora = self.encoder_lora
+            has_other = self.decoder_adapter is not None and not self.has_frozen_memories
+            if self.encoder_lora is None or has_other or self.encoder_config is not None:
+                raise ValueError(
+                    "`shared_adapter` needs an `encoder_lora`, no other `decoder_lora` and no `encoder_config`, got "
+                    f"{self.encoder_lora!r}, {self.decoder_lora!r} and {type(self.encoder_config).__name__}"
+                )
+        if self.markers_per_chunk and (
+            self.carrier != "embeddings" or self.is_encoder_decoder or self.position_layout == "enhanced"
+        ):
+            raise ValueError(
+                f"`slot_markers` must be left out where a memory holds keys and values, where a decoder reads it by "
+                f"cross-attention, and under `position_layout='enhanced'`, got {self.slot_markers!r}"
+            )
+
+        # A merged checkpoint's encoder is a copy of the decoder, and reads the same tokens.
+        is_another = self.get_encoder_config().vocab_size != self.vocab_size or self.encoder_name_or_path is not None
+        if self.embedding_residual and (self.carrier != "embeddings" or self.is_encoder_decoder or is_another):
+            raise ValueError(
+                "`embedding_residual` adds the decoder's token embeddings to slots. It must be False for key/value "
+                "memories, for encoder-decoders, and where the encoder is another language model, got "
+                f"{self.encoder_name_or_path or self.get_encoder_config().model_type!r}"
+            )
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As `PreTrainedConfig.from_dict`, of configurations that [`check_versions`] lets pass."""
+        check_versions(config_dict)
+        return super().from_dict(config_dict, **kwargs)
+
+    @classmethod
+    def default_auto_map(cls) -> dict[str, str]:
+        """The three `auto_map` entries, by the file names `configuration_<method>.py` and `modeling_<method>.py`."""
+        method = cls.__module__.rpartition(".")[2].removeprefix("configuration_")
+        prefix = cls.__name__.removesuffix("Config")
+        return {
+            "AutoConfig": f"configuration_{method}.{prefix}Config",
+            "AutoModel": f"modeling_{method}.{prefix}Model",
+            "AutoModelForCausalLM": f"modeling_{method}.{prefix}ForCausalLM",
+        }
+
+    @classmethod
+    def auto_classes(cls) -> dict[str, str]:
+        """Every Auto class that loads a checkpoint of the method, with the class that it loads."""
+        return cls.default_auto_map()
+
+    @classmethod
+    def for_base(
+        cls,
+        base: PreTrainedConfig,
+        ratios: Sequence[int],
+        *,
+        max_context_tokens: int | None = None,
+        encoder_depth: int | None = None,
+        **fields: Any,
+    ) -> Any:
+        """The method's defaults on a base.
+
+        Args:
+            base: configuration of a language model.
+            ratios: compression ratios.
+            max_context_tokens: longest context that is compressed as one chunk; the method's own chunks when `None`.
+            encoder_depth: layers of the base that encode, where these are not all of them; the method's own number
+                when `None`.
+            fields: further fields of the configuration.
+        """
+        return cls(decoder_config=base, compression_ratios=list(ratios), **fields)
+
+    @classmethod
+    def fields_of_encoder(
+        cls, encoder: str | os.PathLike, loading: dict[str, Any], given: Collection[str]
+    ) -> dict[str, Any]:
+        """Fields that `from_base` takes from what is published beside an encoder's weights.
+
+        Args:
+            encoder: Hub repository or folder of the encoder.
+            loading: arguments for loading from it, such as its revision.
+            given: names of the fields that its caller gives.
+        """
+        return {}
+
+    @classmethod
+    def default_custom_pipelines(cls) -> dict[str, dict[str, Any]]:
+        """What `transformers.pipeline` must know to ask a checkpoint with the code in its own folder."""
+        loaders = [name for name in cls.default_auto_map() if name in _GENERATING]
+        return {
+            QUESTION_ANSWERING: {
+                "impl": "compressor_base.ContextCompressionQAPipeline",
+                "pt": loaders,
+                "type": "text",
+            }
+        }
+
+    @property
+    def method(self) -> str:
+        """The method's name, that of its files."""
+        return self.model_type.removesuffix("_compressor")
+
+    @property
+    def card_text(self) -> str:
+        """Whose description a model card has: the method's, or that of a published system that is a setting of it."""
+        return self.method
+
+    @property
+    def auto_class(self) -> str:
+        """Name of the Auto class that loads this checkpoint whole."""
+        return next(name for name in self.auto_map if name not in ("AutoConfig", "AutoModel"))
+
+    def card_rows(self) -> list[tuple[str, Any]]:
+        """The method's fields that a model card names, by what it calls them."""
+        return [(title, getattr(self, name)) for name, title in self.card_fields.items()]
+
+    @property
+    def default_ratio(self) -> int:
+        """The ratio that `compress` takes when none is given: the first of `compression_ratios`."""
+        return self.compression_ratios[0]
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        """The decoder's configuration: caches, vocabulary and logits are the decoder's."""
+        return self.decoder_config
+
+    def get_encoder_config(self) -> PreTrainedConfig:
+        """Configuration of the model that encodes: its own, or the decoder's when the weights are shared."""
+        return self.decoder_config if self.encoder_config is None else self.encoder_config
+
+    @property
+    def reconstruction_token_id(self) -> int | None:
+        """The token that a reconstruction starts with, [AE]; `None` for methods whose text starts with BOS."""
+        return self.task_token_ids.get("[AE]")
+
+    @property
+    def continuation_token_id(self) -> int | None:
+        """The token that a continuation, a question or a summary starts with, [LM]; `None` where it is BOS."""
+        return self.task_token_ids.get("[LM]")
+
+    @property
+    def usual_prompts(self) -> str:
+        """Name of the packaged prompts that a checkpoint is asked with which has none of its own."""
+        return self._usual_prompts()[0]
+
+    @property
+    def question_prompt(self) -> str:
+        """The text, with `{question}` in it, that a checkpoint is asked with: the recorded one, or the usual one."""
+        return (self.prompts or {}).get("question_answering", self._usual_prompts()[1])
+
+    def _usual_prompts(self) -> tuple[str, str]:
+        if self.prompt_format == "chat":
+            return "chat", "{question}"
+        behind_task_token = ("memory_tokens", "\n### Question:\n{question}\n### Answer:\n")
+        return behind_task_token if self.task_token_ids else self.plain_prompts
+
+    @property
+    def stage_parameters(self) -> tuple[str, ...] | None:
+        """Patterns of what trains in the present one of a method's stages; `None`: adapters and the method's parts."""
+        return None
+
+    @property
+    def has_frozen_memories(self) -> bool:
+        """Whether this stage of a training changes no memory: the decoder's own adapter alone trains."""
+        return False
+
+    @property
+    def decoder_adapter(self) -> dict[str, Any] | None:
+        """Settings of an adapter of the decoder's own; `None` where it has none, or reads with a shared one alone."""
+        is_shared = self.shared_adapter and not self.has_frozen_memories and self.decoder_lora == self.encoder_lora
+        return None if is_shared else self.decoder_lora
+
+    @property
+    def bos_before_task_token(self) -> bool:
+        """Whether BOS stands in front of a task token behind slots, too."""
+        return False
+
+    @property
+    def compresses_questions(self) -> bool:
+        """Whether a context is compressed together with its question, so that a memory answers no other one."""
+        return False
+
+    @property
+    def maps_slots(self) -> bool:
+        """True if the method's own last map starts at zero with `embedding_residual`, in place of a map for that."""
+        return False
+
+    @property
+    def selects_ratios(self) -> bool:
+        """Whether a context may say itself how far it is compressed, `ratio="auto"`."""
+        return False
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder_config.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.decoder_config.hidden_size
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.decoder_config.num_hidden_layers
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.decoder_config.num_attention_heads
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        return getattr(self.decoder_config, "max_position_embeddings", None)
+
+    # --- how much a context costs, and how long it may be ---
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether a language model reads the context."""
+        return True
+
+    @property
+    def encoder_limit(self) -> int | None:
+        """Positions of the language model that reads whole chunks, which are then no longer; `None` for no limit."""
+        return getattr(self.get_encoder_config(), "max_position_embeddings", None) if self.has_encoder else None
+
+    @property
+    def num_memory_tokens(self) -> int | None:
+        """Learned tokens that can stand behind a chunk; `None`: as many as it takes."""
+        return None
+
+    def chunk_slots(self, num_tokens: int, ratio: int) -> int:
+        """Slots of a chunk of so many tokens: ceil(n / r)."""
+        return -(-num_tokens // ratio)
+
+    def chunk_memory_tokens(self, num_tokens: int, ratio: int) -> int:
+        """Learned tokens that the encoder reads behind a chunk of so many tokens."""
+        return 0
+
+    def chunk_flops(self, num_tokens: int, ratio: int) -> int:
+        """Operations of compressing a chunk (see `LayerShape`): the encoder's, and those of a map in front of the
+        embedding residual; a method adds those of its parts."""
+        slots = self.chunk_slots(num_tokens, ratio) if self.embedding_residual and not self.maps_slots else 0
+        total = linear_flops(slots, self.hidden_size, self.hidden_size)
+        return total + stack_flops(self.get_encoder_config(), num_tokens + self.chunk_memory_tokens(num_tokens, ratio))
+
+    @property
+    def markers_per_chunk(self) -> int:
+        """Learned vectors around the slots of each chunk: places of the decoder beside `chunk_slots`."""
+        return sum(self.slot_markers.values())
+
+    def num_slots(self, num_context_tokens: int, ratio: int) -> int:
+        """Slots of a context, all chunks and their markers together: what the decoder reads in its place.
+
+        Args:
+            num_context_tokens: L.
+            ratio: r, context tokens per slot.
+        """
+        chunks = self._chunks(num_context_tokens, ratio)
+        return sum(times * (self.chunk_slots(length, ratio) + self.markers_per_chunk) for length, times in chunks)
+
+    def compression_flops(self, num_context_tokens: int, ratio: int) -> int:
+        """Operations of compressing one context; arguments as `num_slots`."""
+        chunks = self._chunks(num_context_tokens, ratio)
+        return sum(times * self.chunk_flops(length, ratio) for length, times in chunks)
+
+    def _chunks(self, num_context_tokens: int, ratio: int) -> list[tuple[int, int]]:
+        """Lengths of a context's chunks, and how many there are of each."""
+        check_at_least(0, num_context_tokens=num_context_tokens)
+        check_at_least(1, ratio=ratio)
+        size = self.chunk_size or max(1, num_context_tokens)
+        full, rest = divmod(num_context_tokens, size)
+        return [(length, times) for length, times in ((size, full), (rest, 1)) if length and times]
+
+    def max_context_tokens(self, ratio: int) -> int | None:
+        """Most context tokens that are compressed at a ratio, start tokens included; `None` for no limit."""
+        if self._fits(_ENDLESS, ratio):
+            return None
+        return bisect_left(range(1, _ENDLESS), True, key=lambda num_tokens: not self._fits(num_tokens, ratio))
+
+    def _fits(self, num_tokens: int, ratio: int) -> bool:
+        """Whether a context has its positions in the encoder, and its memory tokens."""
+        longest_chunk = num_tokens if self.chunk_size is None else min(self.chunk_size, num_tokens)
+        appended = self.chunk_memory_tokens(longest_chunk, ratio)
+        if self.num_memory_tokens is not None and appended > self.num_memory_tokens:
+            return False
+        limit = self.encoder_limit
+        if limit is None:
+            return True
+        # Chunks start anew at 0, with memory tokens behind them; or they count on from 1, and memory tokens share the
+        # positions of their chunk.
+        in_row = num_tokens + self.first_context_position
+        return (longest_chunk + appended if self.position_layout == "default" else in_row) <= limit
+
+
+# configuration/configuration_ranked_key_values.py
 
 # Keys and values are made before the text is known, by the model that reads them.
 _LEFT_OUT = ("encoder_config", "task_token_ids", "bos_before_slots")

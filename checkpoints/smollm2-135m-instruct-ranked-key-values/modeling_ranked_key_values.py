@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranked key/values: the first of all keys and values of a context, by scores that one reading gives."""
+# Written by context-compressors from its modules, whose names stand above their parts.
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import initialization as init
 
-from .configuration_ranked_key_values import RankedKeyValuesConfig
-from .field_checks import is_number
-from .backbone import slot_counts
-from .causal_lm import CompressorForCausalLM
-from .chunking import Chunks
-from .opened_contexts import OpenedContextModel
-from .token_rows import check_together
-from .compressed_context import KeyValues
-from .headwise_memory import InputRecorder
-from .headwise_pairs import HeadwisePairs, kept_pairs
-from .key_value_memory import key_value_shape
-from .float32_layers import Float32Linear
+from .compressor_base import (
+    Chunks,
+    CompressorForCausalLM,
+    Float32Linear,
+    HeadwisePairs,
+    InputRecorder,
+    KeyValues,
+    OpenedContextModel,
+    check_together,
+    kept_pairs,
+    key_value_shape,
+    slot_counts,
+)
+from .configuration_ranked_key_values import RankedKeyValuesConfig, is_number
+
+
+# modeling/modeling_ranked_key_values.py
 
 # Attention below it counts as none; and what is expected of every token before anything is learned.
 _LEAST_ATTENTION, _FIRST_GUESS = 1e-4, 1e-2

@@ -30,7 +30,7 @@ from .light_checkpoints import (
     without_quantizer,
 )
 from .peft_adapters import adapter_and_model
-from .remote_code import refuse_links_out, write_code
+from .remote_code import write_code
 
 logger = logging.get_logger(__name__)
 
@@ -181,6 +181,28 @@ def save_checkpoint(
         write_first_card(model.config, save_directory)
         if model.encoder_tokenizer is not None:
             model.encoder_tokenizer.save_pretrained(Path(save_directory) / model.config.encoder_tokenizer)
+
+
+def refuse_links_out(folder: str | os.PathLike, subfolder: str | None = None) -> None:
+    """Refuse a folder with a link to a file outside of it, which saving would write through.
+
+    A snapshot in the cache of the Hub is made of such links: its files are shared by all revisions.
+
+    Args:
+        folder: where a checkpoint is to be saved; it need not exist.
+        subfolder: one in it that is written, too.
+
+    Raises:
+        ValueError: with the first such link.
+    """
+    folder = Path(folder)
+    files = [path for path in folder.glob("*") if not path.is_dir()]
+    files += [] if subfolder is None else [folder / subfolder, *(folder / subfolder).glob("*")]
+    for path in sorted(files):
+        # `Path.resolve` raises where a link leads to itself.
+        target = Path(os.path.realpath(path))
+        if not target.is_relative_to(os.path.realpath(folder)):
+            raise ValueError(f"{path} is a link out of the folder, and saving would write to {target}")
 
 
 def upload_checkpoint(

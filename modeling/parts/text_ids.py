@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    Copies = weakref.WeakKeyDictionary[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
-
 # Of most texts, more than there are; tokens behind those that are wanted, so that none of these is a cut word's.
 _CHARACTERS_PER_TOKEN, _MORE_TOKENS = 16, 64
 # Copies of tokenizers by whether they split special tokens.
-_COPIES: dict[bool, Copies] = {splits: weakref.WeakKeyDictionary() for splits in (True, False)}
+_COPIES: dict[bool, weakref.WeakKeyDictionary[PreTrainedTokenizerBase, PreTrainedTokenizerBase]] = {
+    splits: weakref.WeakKeyDictionary() for splits in (True, False)
+}
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from context_compressors import cli
-from context_compressors.modeling.checkpoint.remote_code import refuse_links_out
+from context_compressors.modeling.checkpoint.checkpoints import refuse_links_out
 
 
 def _cut(folder: Path):

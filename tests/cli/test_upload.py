@@ -172,11 +172,11 @@ def test_code_that_the_package_does_not_write_is_named(checkpoint, tmp_path, cap
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     build_repository(checkpoint, tmp_path / "own", license="mit")
     assert "not what context-compressors" not in caplog.text
-    with open(checkpoint / "pooling.py", "a") as file:
+    with open(checkpoint / "compressor_base.py", "a") as file:
         file.write("# one more line\n")
     (checkpoint / "helper.py").write_text("")
     build_repository(checkpoint, tmp_path / "built", license="mit")
-    assert "not what context-compressors 0.1.0 writes: helper.py, pooling.py; whoever trusts" in caplog.text
+    assert "not what context-compressors 0.1.0 writes: compressor_base.py, helper.py; whoever trusts" in caplog.text
 
 
 def test_other_folders_are_refused(base, tmp_path, checkpoint):

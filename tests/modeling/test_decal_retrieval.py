@@ -214,7 +214,7 @@ def test_a_checkpoint_loads_by_its_auto_classes_and_says_how(model, tmp_path):
         "AutoModelForTextEncoding": "modeling_decal_retrieval.DeCALForRetrieval",
     }
     assert config["custom_pipelines"] == {}
-    assert {"late_interaction.py", "modeling_decal.py"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"modeling_decal_retrieval.py", "modeling_decal.py"} <= {path.name for path in tmp_path.iterdir()}
     card = (tmp_path / "README.md").read_text()
     assert "AutoModelForTextEncoding.from_pretrained" in card
     assert "model.score(" in card

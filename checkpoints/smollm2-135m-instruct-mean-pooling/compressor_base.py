@@ -1,0 +1,7190 @@
+# SPDX-License-Identifier: Apache-2.0
+# Written by context-compressors from its modules, whose names stand above their parts.
+
+from __future__ import annotations
+
+import base64
+import copy
+import functools
+import hashlib
+import inspect
+import io
+import itertools
+import json
+import math
+import os
+import re
+import tempfile
+import threading
+import types
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import InitVar, dataclass, field, fields, replace
+from itertools import chain
+from numbers import Integral
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, BinaryIO
+
+import torch
+import transformers
+from huggingface_hub import ModelCardData
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    Pipeline,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    initialization as init,
+)
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.generation import GenerationMixin, LogitsProcessorList
+from transformers.integrations.peft import maybe_load_adapters
+from transformers.masking_utils import create_masks_for_generate
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    cached_file as cached_file_of_transformers_utils,
+    logging,
+)
+from transformers.utils.hub import cached_file, extract_commit_hash, get_checkpoint_shard_files
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from .configuration_mean_pooling import (
+    CODE_VERSION,
+    CONFIG_SCHEMA,
+    CompressorConfig,
+    RETRIEVAL_LOADER,
+    check_choice,
+    is_number,
+    nearest,
+    nearest_name,
+)
+
+
+# checkpoint/base_cache.py
+
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
+
+
+def cache_folder() -> Path:
+    """`$CONTEXT_COMPRESSORS_CACHE`, else `context_compressors` in `$XDG_CACHE_HOME` or else in `~/.cache`."""
+    named = os.environ.get("CONTEXT_COMPRESSORS_CACHE")
+    if named:
+        return Path(os.path.expanduser(named))
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "context_compressors"
+
+
+def cache_place(name: str) -> Path:
+    """Where in the cache the base of a Hub id is, or would be."""
+    return cache_folder() / "bases" / name.replace("/", "--")
+
+
+def cached_base(name: str | os.PathLike | None) -> Path | None:
+    """Folder in the cache with the base of a Hub id; `None` if there is none, or `name` is itself a folder."""
+    if name is None or os.path.isdir(name):
+        return None
+    place = cache_place(os.fspath(name))
+    return place if is_whole(place) else None
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a base's folder has weights and tokenizer: whatever loads a model fetches only what it needs itself."""
+    index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    names |= {"config.json", "tokenizer_config.json"}
+    return all((folder / name).is_file() for name in names) and any(
+        (folder / name).is_file() for name in _VOCABULARIES
+    )
+
+
+def hub_name(folder: str | os.PathLike) -> tuple[str | None, str | None]:
+    """Hub id and commit of a folder in this cache, where the commit is `None`, or in the Hub's; else both `None`."""
+    # Not resolved: a cache may be a link to another disk, and so may be what is in it.
+    path = Path(os.path.abspath(folder))
+    if path.parent == Path(os.path.abspath(cache_folder())) / "bases":
+        return path.name.replace("--", "/", 1), None
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/", 1), path.name
+    return None, None
+
+
+def find_base(name: str | os.PathLike) -> tuple[str | os.PathLike, str | None, str | None]:
+    """Where to load a base from, and the Hub id and commit of that if it is a folder in a cache."""
+    place = cached_base(name) or name
+    hub_id, commit = hub_name(place) if os.path.isdir(place) else (None, None)
+    return place, hub_id, commit
+
+
+# checkpoint/gguf_files.py
+
+def gguf_arguments(gguf_file: str | None) -> dict[str, Any]:
+    """What `from_pretrained` of a model takes, so that a GGUF file's weights are dequantised; nothing for `None`."""
+    if gguf_file is None:
+        return {}
+    # Libraries without this class know no other way than to dequantise.
+    settings = getattr(transformers, "GgufConfig", None)
+    return {"gguf_file": gguf_file} | ({} if settings is None else {"quantization_config": settings(dequantize=True)})
+
+
+# checkpoint/remote_code.py
+
+def copy_code(model_class: type, config_class: type, folder: str | os.PathLike) -> None:
+    """Copy the files of two classes and of what they import from their folder: the `write_code` of a checkpoint."""
+    sources = [inspect.getfile(cls) for cls in (model_class, config_class)]
+    files = {file for source in sources for file in (source, *get_relative_import_files(source))}
+    _write({Path(file).stem: Path(file).read_text(encoding="utf-8") for file in files}, folder)
+
+
+def _write(texts: dict[str, str], folder: str | os.PathLike) -> None:
+    for name, text in texts.items():
+        target = Path(folder) / f"{name}.py"
+        if not target.exists() or target.read_text(encoding="utf-8") != text:
+            target.write_text(text, encoding="utf-8")
+
+
+# parts/lora.py
+
+ENCODER, DECODER = "encoder", "decoder"
+# One that is active whatever the backbone is at the moment.
+SHARED = "shared"
+OWN_ADAPTERS = (ENCODER, DECODER, SHARED)
+# In the names of the decoder's adapter; a base may have a module `decoder` of its own.
+OF_THE_DECODER = re.compile(rf"\.lora_[AB]\.{DECODER}\.")
+PASSES = "_context_compressor_passes"
+
+
+class Passes(threading.local):
+    """Which adapters, or maps in place of the base's, are active in this thread's pass; `None` where it makes none.
+
+    Not a `ContextVar`: `torch.compile` can trace this one, if the attribute that it writes is there before.
+    """
+
+    def __init__(self) -> None:
+        # In each thread that looks.
+        self.names: Any = None
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        # A copied model has its own.
+        return type(self), ()
+
+
+class AdaptedByPass:
+    """A LoRA layer whose active adapters are those of the thread's own pass, and outside of one those of PEFT."""
+
+    passes: Passes
+    adapted_class: type
+    _active_adapter: str | list[str]
+    _disable_adapters: bool
+    # PEFT's own.
+    merged_adapters: list[str]
+    active_adapters: list[str]
+    lora_A: Any  # noqa: N815
+    unmerge: Any
+    delete_adapter: Any
+
+    @property
+    def active_adapter(self) -> str | list[str]:
+        names = self.passes.names
+        return self._active_adapter if names is None else [name for name in names if name not in self.merged_adapters]
+
+    @property
+    def disable_adapters(self) -> bool:
+        return self.passes.names is None and self._disable_adapters
+
+    @property
+    def merged(self) -> bool:
+        # Of a pass's adapters this project's own are never merged.
+        return self.passes.names is None and bool(self.merged_adapters)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        names = self.active_adapters if adapter_names is None else adapter_names
+        super().merge(safe_merge, [name for name in names if name not in OWN_ADAPTERS])  # type: ignore[misc]
+
+    def merge_own(self, names: list[str]) -> None:
+        super().merge(safe_merge=True, adapter_names=names)  # type: ignore[misc]
+
+    def enable_adapters(self, enabled: bool) -> None:
+        if not enabled and self.merged:
+            self.unmerge()
+        super().enable_adapters(enabled)  # type: ignore[misc]
+
+    def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: Any) -> Any:
+        """What PEFT puts in this layer's place when it takes its adapters out: the layer with this project's own."""
+        if merge:
+            self.merge(safe_merge, adapter_names)
+        foreign = [name for name in self.lora_A if name not in OWN_ADAPTERS]
+        self._active_adapter = _of_the_decoder(self)
+        for name in foreign:
+            self.delete_adapter(name)
+        self.merged_adapters.clear()
+        return self
+
+    def __reduce__(self) -> tuple:
+        return _new_layer, (self.adapted_class,), self.__dict__
+
+
+@functools.cache
+def _adapted_by_pass(layer_class: Any) -> Any:
+    members = {"__module__": layer_class.__module__, "adapted_class": layer_class}
+    return type(layer_class.__name__, (AdaptedByPass, layer_class), members)
+
+
+def _new_layer(layer_class: Any) -> Any:
+    """An empty layer for pickling and copying, which cannot find a class that was made here by its name."""
+    layer_class = _adapted_by_pass(layer_class)
+    return layer_class.__new__(layer_class)
+
+
+def _of_the_decoder(layer: Any) -> list[str]:
+    """Outside of any pass the backbone is the decoder."""
+    return [own for own in (DECODER, SHARED) if own in layer.lora_A]
+
+
+def lora_layers(model: nn.Module) -> list[Any]:
+    """All LoRA layers below `model` that hold one of this project's adapters."""
+    return [m for m in model.modules() if any(name in getattr(m, "lora_A", ()) for name in OWN_ADAPTERS)]
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Refuse a model with adapters that are not its own."""
+    names = [name.partition(".lora_A.")[2].partition(".")[0] for name, _ in model.named_parameters()]
+    if foreign := sorted({name for name in names if name} - set(OWN_ADAPTERS)):
+        raise ValueError(
+            f"the model holds the adapters {foreign}, which are not its own: save them with the PEFT model's "
+            "`save_pretrained`, or take them out with its `merge_and_unload` or `unload` first"
+        )
+
+
+def linear_module_names(model: nn.Module) -> list[str]:
+    """Last parts of the names of all linear maps inside `model`, adapted or not, e.g. `["down_proj", "q_proj"]`."""
+    inside_lora = ("base_layer", *OWN_ADAPTERS)
+    names = set()
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if hasattr(module, "lora_A") or (isinstance(module, nn.Linear) and name not in inside_lora):
+            names.add(name)
+    return sorted(names)
+
+
+def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: Sequence[str] = ()) -> None:
+    """Put a LoRA adapter called `name` into the linear maps of `model`, in float32."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ImportError("This checkpoint has LoRA adapters: install `peft` (pip install peft) to use it.") from error
+    targets = settings["target_modules"]
+    known = linear_module_names(model)
+    if targets == "all-linear":
+        targets = known
+    missing = [target for target in targets if target not in known]
+    if missing:
+        raise ValueError(f"`target_modules` {missing} are not linear maps of {type(model).__name__}; it has {known}")
+    config = LoraConfig(
+        r=settings["rank"],
+        lora_alpha=settings["alpha"],
+        lora_dropout=settings["dropout"],
+        target_modules=targets,
+        exclude_modules=list(exclude) or None,
+    )
+    with warnings.catch_warnings():
+        # A second adapter on a shared base is what is wanted here.
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        inject_adapter_in_model(config, model, adapter_name=name)
+    for parameter_name, parameter in model.named_parameters():
+        if f".{name}." in parameter_name and "lora_" in parameter_name:
+            parameter.data = parameter.data.float()
+            # Without the mark, the backbone's own initialisation would overwrite the zeros of B.
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
+    layers = lora_layers(model)
+    passes = Passes()
+    setattr(model, PASSES, (passes, layers[0]))
+    for layer in layers:
+        if not isinstance(layer, AdaptedByPass):
+            kind: Any = type(layer)
+            layer.__class__ = _adapted_by_pass(kind)
+        layer.passes = passes
+        layer._active_adapter = _of_the_decoder(layer)
+        for part in ("lora_A", "lora_B"):
+            for module in getattr(layer, part).values():
+                module._is_hf_initialized = True
+
+
+def initialize_lora(model: nn.Module, names: tuple[str, ...] = OWN_ADAPTERS) -> None:
+    """Give the adapters their start values: A Kaiming-uniform, B zero."""
+    for layer in lora_layers(model):
+        for name in names:
+            if name in layer.lora_A:
+                layer.reset_lora_parameters(name, init_lora_weights=True)
+
+
+@contextmanager
+def activated(passes: Passes, names: Any) -> Iterator[None]:
+    """Inside this block the thread's pass has these."""
+    before, passes.names = passes.names, names
+    try:
+        yield
+    finally:
+        passes.names = before
+
+
+def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[None]:
+    """Make `name`, and one that is shared, the only active adapters of this project inside `model`, in this thread
+    and a `with` block."""
+    found: Any = getattr(model, PASSES, None)
+    if found is None:
+        return nullcontext()
+    passes, layer = found
+    foreign: list[str] = []
+    if not layer._disable_adapters:
+        # PEFT switches all layers together, also those that have no adapter of the name.
+        active = layer._active_adapter
+        foreign = [other for other in ([active] if isinstance(active, str) else active) if other not in OWN_ADAPTERS]
+    # Some of PEFT's adapters scale what the base's map gives, and this project's own are none of that.
+    return activated(passes, foreign if name is None else [*foreign, name, SHARED])
+
+
+class CheckpointWithAdapters:
+    """A gradient-checkpointing function that recomputes with the adapters that were active in the forward pass.
+
+    Plain checkpointing recomputes a layer with whatever adapter is active during backward, which is silently wrong
+    when encoder and decoder share their base. It is always non-reentrant: reentrant checkpointing would lose the
+    gradients of a frozen base's adapters.
+
+    Args:
+        model: the model that is checkpointed.
+        checkpoint: what runs a function and keeps its inputs alone, `torch.utils.checkpoint.checkpoint` with any
+            settings, `use_reentrant` aside; or a wrapper of it that keeps them elsewhere.
+    """
+
+    def __init__(self, model: nn.Module, checkpoint: Callable[..., Any]):
+        self.checkpoint = checkpoint
+        # An attribute, not a closure: a deep copy of the model must switch its own layers, not the original's.
+        self.passes = [getattr(module, PASSES)[0] for module in model.modules() if hasattr(module, PASSES)]
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        active = [(passes, passes.names) for passes in self.passes]
+        return self.checkpoint(
+            function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _all_activated(active))
+        )
+
+
+@contextmanager
+def _all_activated(active: Sequence[tuple[Passes, list[str] | None]]) -> Iterator[None]:
+    # Backward may run in a thread of autograd's own.
+    with ExitStack() as stack:
+        for passes, names in active:
+            stack.enter_context(activated(passes, names))
+        yield
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module, name: str) -> None:
+    """Add the adapter `name`, and one that is shared, to the weights it sits on, and take all LoRA layers out."""
+    for path, layer in [(path, module) for path, module in model.named_modules() if hasattr(module, "lora_A")]:
+        if names := [own for own in (name, SHARED) if own in layer.lora_A]:
+            layer.merge_own(names)
+        parent, _, attribute = path.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, layer.get_base_layer())
+    if hasattr(model, PASSES):
+        delattr(model, PASSES)
+
+
+# parts/text_ids.py
+
+# Of most texts, more than there are; tokens behind those that are wanted, so that none of these is a cut word's.
+_CHARACTERS_PER_TOKEN, _MORE_TOKENS = 16, 64
+# Copies of tokenizers by whether they split special tokens.
+_COPIES: dict[bool, weakref.WeakKeyDictionary[PreTrainedTokenizerBase, PreTrainedTokenizerBase]] = {
+    splits: weakref.WeakKeyDictionary() for splits in (True, False)
+}
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text, with no special tokens added."""
+    # The wrapper's own overhead is ten times the encoding of a short string; it forgets what an earlier call cut at.
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None and fast.truncation is None and fast.padding is None:
+        return fast.encode(text, add_special_tokens=False).ids
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int | None = None) -> list[list[int]]:
+    """`encode` of several texts, on all cores where the tokenizer is a fast one."""
+    if most is not None:
+        size = _CHARACTERS_PER_TOKEN * (most + _MORE_TOKENS)
+        starts = encode_all(tokenizer, [text[:size] for text in texts])
+        # Where the start ends inside a word, its last tokens are not the text's.
+        is_whole = [
+            len(text) <= size or len(ids) >= most + _MORE_TOKENS for text, ids in zip(texts, starts, strict=True)
+        ]
+        return [
+            ids if whole else encode(tokenizer, text) for text, ids, whole in zip(texts, starts, is_whole, strict=True)
+        ]
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None and fast.truncation is None and fast.padding is None:
+        return [encoding.ids for encoding in fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+    return [encode(tokenizer, text) for text in texts]
+
+
+def start_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that text starts with: BOS, or EOS where the tokenizer has no BOS; `ValueError` when it has neither."""
+    for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return token_id
+    raise ValueError("the tokenizer has neither a BOS nor an EOS token: set one before training")
+
+
+def context_start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What `tokenizer(document)` puts in front of a document: BOS for most tokenizers, nothing for some."""
+    return _around_text(tokenizer)[0]
+
+
+def context_end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What `tokenizer(document)` puts behind a document: EOS for T5's tokenizers, nothing for most others."""
+    return _around_text(tokenizer)[1]
+
+
+def _around_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    whole, plain = tokenizer("a").input_ids, encode(tokenizer, "a")
+    for start in range(len(whole) - len(plain) + 1):
+        end = start + len(plain)
+        if whole[start:end] == plain:
+            return whole[:start], whole[end:]
+    return [], []
+
+
+def text_tokenizer(tokenizer: PreTrainedTokenizerBase, splits: bool = True) -> PreTrainedTokenizerBase:
+    """A copy for data: where a document says "[AE]" or "</s>", these are characters and not the special token."""
+    copied = copy.deepcopy(tokenizer)
+    copied.split_special_tokens = splits
+    backend = getattr(copied, "backend_tokenizer", None)
+    if backend is not None:
+        backend.encode_special_tokens = splits
+        backend.no_truncation()
+        backend.no_padding()
+    return copied
+
+
+def words_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """`encode` of somebody's words, in which special tokens' names are characters, whatever the tokenizer does."""
+    return encode(kept_text_tokenizer(tokenizer, True), text)
+
+
+def prefix_ids(tokenizer: PreTrainedTokenizerBase, prefix: str) -> list[int]:
+    """Token ids of what stands in front of every context: special tokens are special in it, unlike in documents."""
+    return encode(kept_text_tokenizer(tokenizer, False), prefix) if prefix else []
+
+
+def kept_text_tokenizer(tokenizer: PreTrainedTokenizerBase, splits: bool = True) -> PreTrainedTokenizerBase:
+    """`text_tokenizer`, made once: a copy takes a thousand times as long as the encoding of a question."""
+    found = _COPIES[splits].get(tokenizer)
+    if found is None or len(found) != len(tokenizer):
+        found = _COPIES[splits][tokenizer] = text_tokenizer(tokenizer, splits)
+    return found
+
+
+def check_texts(name: str, texts: Sequence[Any]) -> None:
+    """Every text must be a `str` that can be written as UTF-8."""
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"`{name}` must be a text or a list of texts, got {text!r}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"`{name}` holds {text[error.start]!r} at character {error.start}, which is half of one (a lone "
+                "surrogate): decode the text anew, with errors='replace'"
+            ) from None
+
+
+# compressor/token_rows.py
+
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check_ids(name: str, ids: Tensor) -> None:
+    """Token ids must be rows of int64 or int32; whether the vocabulary has them is for [`check_together`]."""
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        found = getattr(ids, "dtype", type(ids).__name__)
+        raise TypeError(f"`{name}` must be a tensor of integer token ids, int64 or int32, got {found}")
+    if ids.dim() != 2:
+        raise ValueError(f"`{name}` must have shape (batch_size, num_tokens), got {tuple(ids.shape)}")
+    if not len(ids):
+        raise ValueError(f"`{name}` is an empty batch, of shape {tuple(ids.shape)}: give at least one row")
+
+
+@dataclass
+class TokenRows:
+    """Token ids with their mask; `lengths` and checked values come with [`check_together`].
+
+    Args:
+        name: what errors call the ids.
+        input_ids: `(batch_size, num_tokens)`.
+        attention_mask: same shape, int64; -1 where the caller's mask held neither one nor zero.
+        vocab_size: ids below it are known; `None` leaves the ids unchecked.
+        task_token_ids: the method's own special tokens, which are known, too.
+        needs_tokens: whether every row must have a token.
+        lengths: number of real tokens of each row.
+        borders: `(batch_size, num_passages)`, how many of a row's tokens are in each of its passages; `None`: the rows
+            are not made of passages.
+        passages: the same without zeros, known on the host.
+        targets: labels that go with the rows, of any shape; `None`: there are none.
+    """
+
+    name: str
+    input_ids: Tensor
+    attention_mask: Tensor
+    vocab_size: int | None = None
+    task_token_ids: Mapping[str, int] = field(default_factory=dict)
+    needs_tokens: bool = False
+    lengths: list[int] = field(default_factory=list)
+    borders: Tensor | None = None
+    passages: list[list[int]] | None = None
+    targets: Tensor | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are no pads."""
+        return all(length == self.input_ids.shape[1] for length in self.lengths)
+
+    def unknown(self) -> Tensor:
+        """Where a real token is neither in the vocabulary nor a task token, bool of the ids' shape."""
+        ids = self.input_ids
+        if self.vocab_size is None:
+            return torch.zeros_like(ids, dtype=torch.bool)
+        unknown = ((ids < 0) | (ids >= self.vocab_size)) & self.attention_mask.bool()
+        for task_id in self.task_token_ids.values():
+            unknown = unknown & (ids != task_id)
+        return unknown
+
+    def has_wrong_targets(self) -> Tensor:
+        """Whether a label is neither in the vocabulary nor -100, without dimensions."""
+        if self.targets is None or self.vocab_size is None:
+            return torch.zeros((), dtype=torch.bool, device=self.input_ids.device)
+        return _wrong_targets(self.targets, self.vocab_size).any()
+
+
+def token_rows(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    name: str = "input_ids",
+    *,
+    vocab_size: int | None = None,
+    task_token_ids: Mapping[str, int] | None = None,
+    needs_tokens: bool = False,
+) -> TokenRows:
+    """Check types and shapes of ids and mask; a mask of ones where none is given."""
+    check_ids(name, input_ids)
+    mask, mask_name = attention_mask, name.replace("input_ids", "attention_mask")
+    if mask is None:
+        mask = torch.ones_like(input_ids, dtype=torch.long)
+    elif not isinstance(mask, Tensor) or mask.is_complex():
+        found = getattr(mask, "dtype", type(mask).__name__)
+        raise TypeError(f"`{mask_name}` must be a tensor of ones and zeros, got {found}")
+    elif tuple(mask.shape) != tuple(input_ids.shape):
+        raise ValueError(
+            f"`{mask_name}` must have the shape of `{name}`, {tuple(input_ids.shape)}, got {tuple(mask.shape)}"
+        )
+    elif mask.dtype == torch.bool:
+        mask = mask.long().to(input_ids.device)
+    else:
+        mask = torch.where((mask == 0) | (mask == 1), (mask == 1).long(), -1).to(input_ids.device)
+    return TokenRows(name, input_ids, mask, vocab_size, task_token_ids or {}, needs_tokens)
+
+
+def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]:
+    """Check the values of all inputs by one wait for the device, and note the lengths of their rows."""
+    device = inputs[0].input_ids.device
+    facts = [tensor[None] for tensor in also]
+    for rows in reversed(inputs):
+        mask = rows.attention_mask
+        borders = [] if rows.borders is None else [rows.borders.reshape(-1)]
+        flags = [rows.unknown().any()[None], (mask < 0).any()[None], rows.has_wrong_targets()[None]]
+        facts = [mask.sum(dim=1), *flags, *borders, *facts]
+    values = torch.cat([tensor.to(device=device, dtype=torch.long) for tensor in facts]).tolist()
+    for rows in inputs:
+        num_rows = len(rows.input_ids)
+        rows.lengths, (has_unknown, is_wrong, has_wrong_target) = values[:num_rows], values[num_rows : num_rows + 3]
+        values = values[num_rows + 3 :]
+        if rows.borders is not None:
+            size = rows.borders.shape[1]
+            given = [values[row * size : (row + 1) * size] for row in range(len(rows.input_ids))]
+            values = values[rows.borders.numel() :]
+            rows.passages = _checked_passages(rows, given)
+        if is_wrong:
+            raise ValueError(
+                f"`{rows.name.replace('input_ids', 'attention_mask')}` must hold ones for real tokens and zeros for "
+                "pads, and it holds other values (an additive mask, with -inf at pads, is none of these)"
+            )
+        if rows.needs_tokens and 0 in rows.lengths:
+            raise ValueError(
+                f"`{rows.name}` has no token in row {rows.lengths.index(0)}: the text needs at least one token, such "
+                "as BOS"
+            )
+        if has_unknown:
+            found, own = int(rows.input_ids[rows.unknown()][0]), dict(rows.task_token_ids)
+            also_known = f" or one of the task tokens {own}" if own else ""
+            raise ValueError(
+                f"`{rows.name}` has the token id {found}, which is outside the vocabulary of {rows.vocab_size} tokens"
+                f"{also_known}; is the tokenizer the one of this checkpoint?"
+            )
+        if has_wrong_target and rows.targets is not None and rows.vocab_size is not None:
+            check_targets(rows.targets, rows.vocab_size)
+        rows.input_ids = rows.input_ids.masked_fill(rows.attention_mask == 0, 0)
+    return values
+
+
+def check_targets(targets: Tensor, vocab_size: int) -> None:
+    """Check labels by a wait for the device of their own, where they do not go with rows of [`check_together`]."""
+    wrong = targets[_wrong_targets(targets, vocab_size)].tolist()
+    if wrong:
+        raise ValueError(f"`labels` must be -100 or ids of the vocabulary of {vocab_size} tokens, and hold {wrong[0]}")
+
+
+def _wrong_targets(targets: Tensor, vocab_size: int) -> Tensor:
+    return ((targets < 0) & (targets != -100)) | (targets >= vocab_size)
+
+
+def _checked_passages(rows: TokenRows, given: list[list[int]]) -> list[list[int]]:
+    name = rows.name.replace("input_ids", "chunk_lengths")
+    for row, (lengths, num_tokens) in enumerate(zip(given, rows.lengths, strict=True)):
+        if min(lengths, default=0) < 0 or sum(lengths) != num_tokens:
+            raise ValueError(
+                f"`{name}` must be 0 or more and say where each token of a context is, got {lengths} in row {row}, "
+                f"which has {num_tokens} tokens"
+            )
+    return [[length for length in lengths if length] for lengths in given]
+
+
+def passage_borders(name: str, chunk_lengths: Any, input_ids: Tensor) -> Tensor | None:
+    """Lengths of passages as a tensor on the device of the contexts; `None` where there are none."""
+    if isinstance(chunk_lengths, (list, tuple)):
+        if not all(isinstance(row, (list, tuple)) and all(type(n) is int for n in row) for row in chunk_lengths):
+            raise TypeError(f"`{name}` must hold a list of ints for each row, got {chunk_lengths!r}")
+        width = max(map(len, chunk_lengths), default=0)
+        chunk_lengths = torch.tensor([[*row, *[0] * (width - len(row))] for row in chunk_lengths], dtype=torch.long)
+    if chunk_lengths is None:
+        return None
+    if not isinstance(chunk_lengths, Tensor) or chunk_lengths.dtype not in INTEGER_DTYPES:
+        found = getattr(chunk_lengths, "dtype", type(chunk_lengths).__name__)
+        raise TypeError(f"`{name}` must be an integer tensor, or a list of ints for each row, got {found}")
+    if chunk_lengths.dim() != 2 or len(chunk_lengths) != len(input_ids):
+        raise ValueError(
+            f"`{name}` must have shape (batch_size, num_passages) with {len(input_ids)} rows, got "
+            f"{tuple(chunk_lengths.shape)}"
+        )
+    return chunk_lengths.to(input_ids.device)
+
+
+def check_cached_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) -> Tensor:
+    """The mask of a text whose first tokens are in the cache, as a LongTensor; all ones where none is given."""
+    check_ids("input_ids", input_ids)
+    shape = (input_ids.shape[0], num_cached + input_ids.shape[1])
+    if mask is None:
+        return torch.ones(shape, dtype=torch.long, device=input_ids.device)
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"`attention_mask` must be a tensor of ones and zeros, got {type(mask).__name__}")
+    if tuple(mask.shape) != shape:
+        raise ValueError(
+            "with a cache, `attention_mask` must cover the text in the cache and the new text, "
+            f"(batch_size, num_text_tokens) = {shape}, got {tuple(mask.shape)}"
+        )
+    return (mask != 0).long()
+
+
+def check_no_new_pads(mask: Tensor, num_new: int) -> None:
+    """Refuse pads among the new tokens behind a filled cache: they would stand between two of a row's tokens."""
+    if not bool(mask[:, -num_new:].all()):
+        raise ValueError(
+            f"pads among the {num_new} tokens behind a filled cache would stand between two tokens of a row: give all "
+            "rows as many, each row with a cache of its own, or the whole text without a cache"
+        )
+
+
+# parts/length_batches.py
+
+# So few that they are not worth another pass.
+_FREE_PADS = 512
+
+
+def length_batches(
+    lengths: Sequence[int],
+    batch_size: int | None = None,
+    batch_tokens: int | None = None,
+    most_padding: float = math.inf,
+    counts: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Cut rows into batches by length, the longest first: what does not fit is found at once."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    batches = _cut(order, lengths, batch_size, batch_tokens, most_padding, counts)
+    return [sorted(batch) for batch in batches]
+
+
+def batches_in_order(lengths: Sequence[int], batch_size: int, most_padding: float) -> list[list[int]]:
+    """Cut rows into batches of neighbours; arguments as of `length_batches`."""
+    return _cut(range(len(lengths)), lengths, batch_size, None, most_padding)
+
+
+def _cut(
+    order: Iterable[int],
+    lengths: Sequence[int],
+    batch_size: int | None,
+    batch_tokens: int | None,
+    most_padding: float,
+    counts: Sequence[int] | None = None,
+) -> list[list[int]]:
+    batches: list[list[int]] = []
+    size = longest = total = 0
+    for row in order:
+        count = 1 if counts is None else counts[row]
+        if batches:
+            size, longest, total = size + count, max(longest, lengths[row]), total + count * lengths[row]
+            padded = size * longest
+            is_full = size > (batch_size or size) or padded > (batch_tokens or padded)
+            if not is_full and padded - total <= max(_FREE_PADS, most_padding * total):
+                batches[-1].append(row)
+                continue
+        batches.append([row])
+        size, longest, total = count, lengths[row], count * lengths[row]
+    return batches
+
+
+# parts/ratio_selection.py
+
+def nearest_ratios(log_ratios: Tensor, ratios: Sequence[int], measure: str) -> Tensor:
+    """The ratio of a set that is nearest to each predicted one; of two as near, the lower."""
+    candidates = torch.tensor(sorted(ratios), device=log_ratios.device)
+    places = candidates.float() if measure == "ratio" else candidates.float().log2()
+    values = log_ratios.exp2() if measure == "ratio" else log_ratios
+    # By the middles between neighbours: far outside the set all distances are alike.
+    return candidates[torch.bucketize(values, (places[:-1] + places[1:]) / 2)]
+
+
+def row_ratios(chunk_ratios: Tensor, lengths: Sequence[int], counts: Sequence[int], chunks_per_row: int) -> Tensor:
+    """The ratio of each context, of whose chunks each has its own: as of memories of the chunks that are joined."""
+    if chunks_per_row == 1:
+        return chunk_ratios
+    chunks = list(zip(chunk_ratios.tolist(), lengths, counts, strict=True))
+    found = []
+    for start in range(0, len(chunks), chunks_per_row):
+        row = chunks[start : start + chunks_per_row]
+        # Behind a context's own chunks stand empty ones, up to those of the longest.
+        own = [chunk for chunk in row if chunk[1]] or row[:1]
+        distinct = {ratio for ratio, _, _ in own}
+        num_tokens, num_slots = sum(length for _, length, _ in own), sum(count for _, _, count in own)
+        found.append(distinct.pop() if len(distinct) == 1 else -(-num_tokens // num_slots))
+    return torch.tensor(found, device=chunk_ratios.device)
+
+
+# parts/base_precision.py
+
+_WEIGHTS = "_context_compressor_trained_and_frozen"
+
+
+def note_trained_weights(backbone: nn.Module) -> None:
+    """Keep in mind one map with a weight of the base's own that trains, and one that stays frozen."""
+    found: dict[bool, tuple[nn.Module, str]] = {}
+    for path, module in backbone.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and ".lora_" not in path:
+                found.setdefault(parameter.requires_grad, (module, name))
+    # Where they are, not the weights themselves: loading puts others in their place.
+    backbone.__dict__[_WEIGHTS] = (found[True], found[False]) if len(found) == 2 else None
+
+
+def in_base_precision(backbone: nn.Module, within: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """`within`, and autocasting to the type of the backbone's frozen weights if those that train have another."""
+    weights = backbone.__dict__.get(_WEIGHTS)
+    if weights is None:
+        return within
+    trained, frozen = (getattr(module, name) for module, name in weights)
+    if trained.dtype == frozen.dtype or torch.is_autocast_enabled(frozen.device.type):
+        return within
+    # Autocast's cache of cast weights is one for all threads: one made without gradients would serve a training step.
+    return _both(within, torch.autocast(frozen.device.type, dtype=frozen.dtype, cache_enabled=False))
+
+
+def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
+    """Hidden states in the type of an LM head's weight, which may train or be frozen apart from the backbone."""
+    weight: Any = getattr(head, "weight", None)
+    # A quantized map sees to it by itself.
+    is_plain = weight is not None and weight.is_floating_point() and weight.dtype.itemsize > 1
+    return states if not is_plain or torch.is_autocast_enabled(states.device.type) else states.to(weight.dtype)
+
+
+def head_logits(head: nn.Module, states: Tensor) -> Tensor:
+    """Logits `(..., vocab_size)` of hidden states."""
+    logits = head(as_head_takes(head, states.reshape(-1, states.shape[-1])))
+    return logits.view(*states.shape[:-1], logits.shape[-1])
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+# parts/cache_name.py
+
+# "cache" from version 5.24 on: the argument of its models and of `generate`, and the field of their outputs.
+CACHE = next(field_of_cache_name.name for field_of_cache_name in fields(BaseModelOutputWithPast) if field_of_cache_name.name in ("cache", "past_key_values"))
+
+
+def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
+    """The cache of a call that may name it in either way."""
+    if cache is not None and past_key_values is not None:
+        raise ValueError("`past_key_values` is an older name of `cache`: give one of them")
+    cache = past_key_values if cache is None else cache
+    if cache is not None and not isinstance(cache, Cache):
+        raise TypeError(f"`cache` must be a transformers.Cache, got {type(cache).__name__}")
+    return cache
+
+
+# parts/packing.py
+
+@dataclass
+class PackedSequence:
+    """A batch of `[pads, slots, text]` rows, or of `[slots, text, pads]`.
+
+    Args:
+        attention_mask: `(batch_size, num_slots + num_text_tokens)`, one for real places.
+        order: Same shape; the place in `[slots, text]` that each place of a row is taken from. `None`: as it is.
+        text_places: `(batch_size, num_text_tokens)`, the place whose state belongs to each text token.
+        pad_in_front: whether every row starts with one more pad, see `pack`.
+        is_full: whether the mask is known to hold ones alone.
+        pads_behind: whether pads stand behind their rows.
+    """
+
+    attention_mask: Tensor
+    order: Tensor | None
+    text_places: Tensor
+    pad_in_front: bool = False
+    is_full: bool = False
+    pads_behind: bool = False
+
+    def arrange(self, joined: Tensor) -> Tensor:
+        """Bring `(batch_size, num_slots + num_text_tokens, ...)` from `[slots, text]` order into the rows' order."""
+        if self.pad_in_front:
+            joined = torch.nn.functional.pad(joined, (0,) * 2 * (joined.dim() - 2) + (1, 0))
+        if self.order is None:
+            return joined
+        return take_places(joined, self.order)
+
+    def text_states(self, states: Tensor) -> Tensor:
+        """The states `(batch_size, num_text_tokens, hidden_size)` that belong to the text tokens."""
+        if self.order is None:
+            return states[:, states.shape[1] - self.text_places.shape[1] :]
+        return take_places(states, self.text_places)
+
+    def inputs(self, embeddings: Tensor, position_ids: Tensor) -> dict[str, Any]:
+        """Arguments of [`run_backbone`] for `[slots, text]`, `(batch_size, num_slots + num_text_tokens, ...)` each."""
+        return {
+            "inputs_embeds": self.arrange(embeddings),
+            "attention_mask": self.attention_mask,
+            "position_ids": self.arrange(position_ids) * self.attention_mask,
+            "is_full": self.is_full,
+            "is_right_padded": self.pads_behind,
+        }
+
+    def cut_to_text(self, outputs: Any) -> None:
+        """Leave of a backbone's outputs the states that belong to the text tokens."""
+        outputs.last_hidden_state = self.text_states(outputs.last_hidden_state)
+        if outputs.hidden_states is not None:
+            outputs.hidden_states = tuple(
+                # Of a selection of layers the others are `None`.
+                None if states is None else self.text_states(states)
+                for states in outputs.hidden_states
+            )
+
+
+def take_places(states: Tensor, places: Tensor, dim: int = 1) -> Tensor:
+    """Whole vectors from some places of each row; like `take_along_dim`, and several times as fast."""
+    shape, sizes = [1] * states.dim(), list(states.shape)
+    shape[0], shape[dim] = places.shape
+    sizes[dim] = places.shape[1]
+    return states.gather(dim, places.reshape(shape).expand(sizes))
+
+
+def pack(
+    slot_mask: Tensor,
+    text_mask: Tensor,
+    moves_first: Tensor | None = None,
+    pad_in_front: bool = False,
+    is_full: bool = False,
+    longest: int | None = None,
+    pads_behind: bool = False,
+) -> PackedSequence:
+    """Order slots and text into rows, without a wait for the device."""
+    if pad_in_front:
+        slot_mask = torch.nn.functional.pad(slot_mask, (1, 0))
+    joined_mask = torch.cat([slot_mask, text_mask], dim=1)
+    num_slots = slot_mask.shape[1]
+    if is_full and moves_first is None and not pad_in_front:
+        places = torch.arange(joined_mask.shape[1], device=joined_mask.device)[num_slots:]
+        return PackedSequence(joined_mask, None, places.expand(joined_mask.shape[0], -1), is_full=True)
+    text_rank = torch.full_like(text_mask, 3)
+    if moves_first is not None:
+        text_rank = text_rank.masked_fill(moves_first, 1)
+    rank = torch.cat([torch.full_like(slot_mask, 2), text_rank], dim=1)
+    order = torch.where(joined_mask == 1, rank, 4 if pads_behind else 0).argsort(dim=1, stable=True)
+    places = order.argsort(dim=1)
+    text_places = places[:, num_slots:]
+    if moves_first is not None:
+        last_moved = moves_first & (moves_first.flip(1).cumsum(dim=1).flip(1) == 1)
+        text_places = text_places + last_moved * slot_mask.sum(dim=1, keepdim=True)
+    is_full = is_full and not pad_in_front
+    if longest is not None:
+        width = longest + pad_in_front
+        spare = 0 if pads_behind else joined_mask.shape[1] - width
+        order, text_places = order[:, spare : spare + width], (text_places - spare).clamp(0, width - 1)
+    return PackedSequence(joined_mask.gather(1, order), order, text_places, pad_in_front, is_full, pads_behind)
+
+
+def reads_falling_ids_as_packed(config: Any, batch_size: int) -> bool:
+    """Whether the attention would take one row whose position ids fall somewhere for several packed rows."""
+    return batch_size == 1 and "flash" in (config._attn_implementation or "")
+
+
+def through_first(input_ids: Tensor, text_mask: Tensor, pattern: Sequence[int]) -> Tensor:
+    """Which text tokens stand up to the end of the first occurrence of some token ids in their row."""
+    if input_ids.shape[1] < len(pattern):
+        return torch.zeros_like(input_ids, dtype=torch.bool)
+    # A pad may have the id of a token that is looked for.
+    ids = right_padded(input_ids.masked_fill(text_mask == 0, -1), text_mask)
+    starts = (ids.unfold(1, len(pattern), 1) == torch.tensor(pattern, device=ids.device)).all(dim=2)
+    num_tokens = (starts.int().argmax(dim=1, keepdim=True) + len(pattern)) * starts.any(dim=1, keepdim=True)
+    return (text_mask.cumsum(dim=1) <= num_tokens) & text_mask.bool()
+
+
+def text_positions(text_mask: Tensor) -> Tensor:
+    """Positions of text tokens among themselves, `(batch_size, num_text_tokens)`: pads do not count."""
+    return (text_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+
+def left_padded(tensor: Tensor, mask: Tensor) -> Tensor:
+    """Move the pads of `(batch_size, length)` rows to the left."""
+    return tensor.gather(1, mask.argsort(dim=1, stable=True))
+
+
+def right_padded(tensor: Tensor, mask: Tensor) -> Tensor:
+    """Move the pads of `(batch_size, length)` rows to the right."""
+    return tensor.gather(1, mask.argsort(dim=1, stable=True, descending=True))
+
+
+# parts/position_layout.py
+
+POSITION_LAYOUTS_of_position_layout = ("default", "uniform", "enhanced")
+CARRIERS = ("embeddings", "key_values")
+TASKS = ("reconstruction", "continuation")
+
+
+def uniform_memory_ids(
+    start_id: int, num_tokens: int, num_memory_tokens: int, device: torch.device | str | None = None
+) -> Tensor:
+    """Spread memory tokens evenly over the ids of the context tokens (EPL, Algorithm 1)."""
+    _check_count("start_id", start_id)
+    _check_memory_count(num_tokens, num_memory_tokens)
+    if num_memory_tokens == 0:
+        return torch.zeros(0, dtype=torch.long, device=device)
+    return _spread(start_id, num_tokens, num_memory_tokens, torch.arange(num_memory_tokens, device=device))
+
+
+def _spread(
+    start_id: int | Tensor, num_tokens: int | Tensor, num_memory_tokens: int | Tensor, steps: Tensor
+) -> Tensor:
+    """Ids of the memory tokens `steps` by Algorithm 1, in integers; all arguments broadcast."""
+    # Lines 1 to 3: start + (r - 1) / 2 + j r with r = num_tokens / num_memory_tokens, over the common denominator.
+    numerator = num_tokens - num_memory_tokens + 2 * num_tokens * steps + 2 * num_memory_tokens * start_id
+    whole = numerator // (2 * num_memory_tokens)
+    remainder = numerator - whole * (2 * num_memory_tokens)
+    # Line 4: the remainder is compared with half of the denominator, and a tie goes to the even id.
+    is_tie = remainder == num_memory_tokens
+    round_up = (remainder > num_memory_tokens) | (is_tie & (whole % 2 == 1))
+    return whole + round_up.long()
+
+
+def encoder_position_ids(
+    num_tokens: int,
+    num_memory_tokens: int,
+    layout: str,
+    chunk_start: int = 0,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Position ids of one chunk and its memory tokens in the encoder (EPL, Tables 1 and 12)."""
+    _check_choice("layout", layout, POSITION_LAYOUTS_of_position_layout)
+    _check_count("chunk_start", chunk_start)
+    _check_memory_count(num_tokens, num_memory_tokens)
+    if layout == "default":
+        return _range(0, num_tokens, device), _range(num_tokens, num_memory_tokens, device)
+    context_ids = _range(chunk_start + 1, num_tokens, device)
+    return context_ids, uniform_memory_ids(chunk_start + 1, num_tokens, num_memory_tokens, device)
+
+
+def decoder_position_ids(
+    chunk_lengths: Sequence[int],
+    memory_counts: Sequence[int],
+    num_text_tokens: int,
+    layout: str,
+    carrier: str,
+    task: str,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Position ids of the memory of all chunks and of the text in the decoder (EPL, Tables 2, 3 and 13 to 15)."""
+    _check_choice("layout", layout, POSITION_LAYOUTS_of_position_layout)
+    _check_choice("carrier", carrier, CARRIERS)
+    _check_choice("task", task, TASKS)
+    _check_count("num_text_tokens", num_text_tokens)
+    _check_counts("chunk_lengths", chunk_lengths)
+    _check_counts("memory_counts", memory_counts)
+    if len(chunk_lengths) != len(memory_counts):
+        raise ValueError(
+            "chunk_lengths and memory_counts must name the same chunks, "
+            f"got {len(chunk_lengths)} lengths and {len(memory_counts)} counts"
+        )
+    encoded, chunk_start = [_range(0, 0, device)], 0
+    for length, count in zip(chunk_lengths, memory_counts, strict=True):
+        encoded.append(encoder_position_ids(length, count, layout, chunk_start, device)[1])
+        chunk_start += length
+    memory_ids = torch.cat(encoded)
+
+    num_memory_tokens = len(memory_ids)
+    if layout == "enhanced":
+        first_text_id = 0 if task == "reconstruction" else chunk_start
+    else:
+        first_text_id = num_memory_tokens
+        if carrier == "embeddings":
+            memory_ids = _range(0, num_memory_tokens, device)
+    return memory_ids, _range(first_text_id, num_text_tokens, device)
+
+
+def rotate_keys(keys: Tensor, offsets: Tensor, inverse_frequencies: Tensor) -> Tensor:
+    """Move keys with rotary positions on to later positions: rotations add up, so `R(p + d) k = R(d) R(p) k`."""
+    if (
+        keys.dim() != 4
+        or offsets.shape not in (keys.shape[:1], keys.shape[::2])
+        or inverse_frequencies.shape != (keys.shape[-1] / 2,)
+    ):
+        raise ValueError(
+            "keys, offsets and inverse_frequencies must have shapes (batch_size, num_heads, num_slots, head_dim), "
+            f"(batch_size,) or (batch_size, num_slots), and (head_dim / 2,), got {tuple(keys.shape)}, "
+            f"{tuple(offsets.shape)} and {tuple(inverse_frequencies.shape)}"
+        )
+    return rotated(keys, rotation(offsets, inverse_frequencies, keys))
+
+
+def rotation(offsets: Tensor, inverse_frequencies: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of `rotate_keys`, which serve the keys of all layers."""
+    # A float32 angle of a far position is off by more than float32 keys are; the host has float64 everywhere.
+    angles = offsets.reshape(len(offsets), 1, -1, 1).cpu().double() * inverse_frequencies.cpu().double()
+    angles = torch.cat([angles, angles], dim=-1)
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    return angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
+
+
+def rotated(keys: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Keys moved by `rotation`'s tables, in the shape and dtype that they have."""
+    cosine, sine = tables
+    precise = keys.to(cosine.dtype)
+    first, second = precise.chunk(2, dim=-1)
+    return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(keys.dtype)
+
+
+def _range(start: int, count: int, device: torch.device | str | None) -> Tensor:
+    return torch.arange(start, start + count, dtype=torch.long, device=device)
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must be zero or more, got {value}")
+
+
+def _check_counts(name: str, values: Sequence[int]) -> None:
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(f"{name} must be a list of ints, got {values!r}")
+    for value in values:
+        _check_count(name, value)
+
+
+def _check_memory_count(num_tokens: int, num_memory_tokens: int) -> None:
+    _check_count("num_tokens", num_tokens)
+    _check_count("num_memory_tokens", num_memory_tokens)
+    if num_memory_tokens > 0 and num_tokens == 0:
+        raise ValueError(f"num_memory_tokens must be 0 where num_tokens is 0, got {num_memory_tokens}")
+
+
+# parts/generation_arguments.py
+
+def check_generation(given: Mapping[str, Any]) -> None:
+    """Refuse what gives several answers to a question, or more than its tokens."""
+    own = given.get("generation_config")
+    # What a configuration leaves open is `None`; what an argument says holds.
+    asked = {name: value for name, value in ({} if own is None else own.to_dict()).items() if value is not None}
+    asked |= given
+    if (number := asked.get("num_return_sequences", 1)) != 1:
+        raise ValueError(f"`num_return_sequences` must be 1, got {number}: a question has one answer")
+    if (value := asked.get("return_dict_in_generate", False)) not in (False, None):
+        raise ValueError(
+            f"`return_dict_in_generate` must be false, got {value}: an answer is its text; call the model's `generate`"
+        )
+
+
+def with_defaults(given: Mapping[str, Any], max_new_tokens: int, pad_token_id: int | None) -> dict[str, Any]:
+    """Arguments of `generate`, with what they and a `generation_config` among them leave open: a greedy, short answer,
+    one to a question and its tokens alone, whatever the model's own `generation_config` says."""
+    given = dict(given)
+    own = copy.deepcopy(given.pop("generation_config", None))
+    defaults = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad_token_id}
+    defaults |= {"num_return_sequences": 1, "return_dict_in_generate": False}
+    if own is None:
+        if given.get("max_length") is not None:
+            del defaults["max_new_tokens"]
+        return defaults | given
+    given = own.update(**given)
+    if own.max_length is not None:
+        del defaults["max_new_tokens"]
+    own.update(**{name: value for name, value in defaults.items() if getattr(own, name) is None})
+    return {**given, "generation_config": own}
+
+
+# memory/memory_quantization.py
+
+# Bits of keys, and of values and embeddings.
+QUANTIZATIONS = {"int8": (8, 8), "int4": (4, 4), "int2": (4, 2)}
+_DTYPES = {8: torch.int8, 4: torch.uint8, 2: torch.int16}
+_BITS = {dtype: bits for bits, dtype in _DTYPES.items()}
+_NAMES = {bits: name for name, (_, bits) in QUANTIZATIONS.items()}
+# In standard deviations.
+_STEPS = {4: 0.3352, 2: 0.9957}
+_LARGEST_BLOCK = 128
+# The first 128 binary digits of pi's fraction.
+_SIGNS = 0x243F6A8885A308D313198A2E03707344
+
+
+def quantization_of(dtype: torch.dtype) -> str | None:
+    """The form that values or embeddings of this type are in, `None` for floating-point ones."""
+    return _NAMES.get(_BITS.get(dtype, 0))
+
+
+def dtype_of_keys(dtype: torch.dtype) -> torch.dtype:
+    """The type of the keys beside values of this type."""
+    name = quantization_of(dtype)
+    return dtype if name is None else _DTYPES[QUANTIZATIONS[name][0]]
+
+
+def values_per_item(bits: int) -> int:
+    """Values that stand in one integer."""
+    return _DTYPES[bits].itemsize * 8 // bits
+
+
+def width_of(tensor: Tensor) -> int:
+    """Values in the last dimension."""
+    bits = _BITS.get(tensor.dtype)
+    return tensor.shape[-1] * (1 if bits is None else values_per_item(bits))
+
+
+def num_blocks(width: int) -> int:
+    """Blocks of so many values: of 128 if that divides it, or else of the next smaller power of two that does."""
+    return width // math.gcd(width, _LARGEST_BLOCK)
+
+
+def quantize_tensor(tensor: Tensor, mask: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """A carrier tensor as integers and scales, without gradients; zeros at padding slots."""
+    per_item, half, width = values_per_item(bits), 1 << (bits - 1), tensor.shape[-1]
+    if width % per_item:
+        raise ValueError(f"{bits} bits keep {per_item} values in each integer, which {width} values do not fill")
+    real = mask.reshape(len(mask), *[1] * (tensor.dim() - 3), -1, 1).bool()
+    states = tensor.detach().float().where(real, 0)
+    blocks = _rotated(states.unflatten(-1, (num_blocks(width), -1)))
+    if bits == 8:
+        steps = blocks.abs().amax(dim=-1, keepdim=True) / (half - 0.5)
+    else:
+        steps = blocks.square().mean(dim=-1, keepdim=True).sqrt() * _STEPS[bits]
+    integers = (blocks / steps.where(steps > 0, 1)).floor().clamp(-half, half - 1)
+    products = ((integers + 0.5) * blocks).sum(dim=-1)
+    scales = (blocks.square().sum(dim=-1) / products.where(products > 0, 1)).half()
+    if scales.isinf().any():
+        raise ValueError(
+            f"the memory holds values up to {states.abs().max().item():.4g}, too large for scales, which end at "
+            f"{torch.finfo(torch.float16).max:,.0f}"
+        )
+    codes = (integers + half).to(torch.int32).flatten(-2).unflatten(-1, (-1, per_item))
+    items = (codes << _shifts(bits, codes.device)).sum(dim=-1, dtype=torch.int32)
+    return items.where(real, 0).to(_DTYPES[bits]), scales
+
+
+def dequantize_tensor(items: Tensor, scales: Tensor) -> Tensor:
+    """The float32 values that `quantize_tensor` stands for."""
+    bits = _BITS[items.dtype]
+    codes = items.to(torch.int32)[..., None] >> _shifts(bits, items.device) & (1 << bits) - 1
+    levels = codes.flatten(-2).float() - ((1 << (bits - 1)) - 0.5)
+    blocks = levels.unflatten(-1, (scales.shape[-1], -1)) * scales.float()[..., None]
+    return _rotated(blocks, is_back=True).flatten(-2)
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(values_per_item(bits), device=device, dtype=torch.int32) * bits
+
+
+def _rotated(blocks: Tensor, is_back: bool = False) -> Tensor:
+    """Blocks `(..., size)` after the rotation of (1), or after its inverse."""
+    size = blocks.shape[-1]
+    signs = blocks.new_tensor([1 - 2 * (_SIGNS >> (127 - place) & 1) for place in range(size)])
+    hadamard = blocks.new_ones(1, 1)
+    while len(hadamard) < size:
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    hadamard = hadamard * size**-0.5
+    return (blocks @ hadamard) * signs if is_back else (blocks * signs) @ hadamard
+
+
+# parts/pooling.py
+
+_INTEGER_DTYPES_of_pooling = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def num_slots(num_tokens: int | Tensor, ratio: int | Tensor) -> int | Tensor:
+    """Number of slots that a context of `num_tokens` tokens is pooled into, `ceil(num_tokens / ratio)`."""
+    num_tokens = _checked_integer("num_tokens", num_tokens, minimum=0)
+    ratio = _checked_integer("ratio", ratio, minimum=1)
+    return (num_tokens + ratio - 1) // ratio
+
+
+def mean_pool(
+    hidden_states: Tensor, attention_mask: Tensor, ratio: int | Tensor, lengths: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Average each window of `ratio` neighbouring real tokens into one slot (mean pooling, equations 3 and 4)."""
+    mask = _checked_mask(hidden_states, attention_mask)
+    ratio = _checked_ratio(ratio, hidden_states)
+    counts = mask.sum(dim=1)
+    slot_counts = (counts + ratio - 1) // ratio
+    if lengths is not None and isinstance(ratio, int):
+        total_slots, is_left_aligned = -(-max(lengths) // ratio), True
+        is_full = min(lengths) == mask.shape[1]
+    else:
+        total_slots, is_left_aligned, is_full = _shape_facts(mask, counts, slot_counts)
+    slot_index = torch.arange(total_slots, device=mask.device)
+    slot_mask = slot_index < slot_counts[:, None]
+
+    if isinstance(ratio, int):
+        tokens = _left_aligned(hidden_states, mask, counts, total_slots * ratio, is_left_aligned, is_full)
+        sums = tokens.unflatten(1, (total_slots, ratio)).sum(dim=2, dtype=_sum_dtype(hidden_states))
+    else:
+        sums = _ragged_window_sums(hidden_states, mask, ratio, total_slots)
+    sizes = window_sizes(counts, ratio, total_slots)
+    return (sums / sizes[:, :, None]).to(hidden_states.dtype), slot_mask.long()
+
+
+def window_sizes(num_tokens: Tensor, ratio: int | Tensor, num_slots: int) -> Tensor:
+    """Tokens in each slot's window, |S_k| of equation 3."""
+    ratios = ratio if isinstance(ratio, int) else ratio[:, None]
+    slot_index = torch.arange(num_slots, device=num_tokens.device)
+    return (num_tokens[:, None] - slot_index * ratios).clamp(min=1).clamp(max=ratios)
+
+
+def _left_aligned(
+    hidden_states: Tensor, mask: Tensor, counts: Tensor, length: int, is_left_aligned: bool, is_full: bool
+) -> Tensor:
+    """Real tokens first in every row, zeros after them, `(batch_size, length, hidden_size)`."""
+    num_tokens = hidden_states.shape[1]
+    if is_left_aligned:
+        tokens = hidden_states[:, :length]
+    else:
+        order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, :length]
+        row_starts = torch.arange(mask.shape[0], device=mask.device)[:, None] * num_tokens
+        flat_order = (order + row_starts).flatten()
+        tokens = hidden_states.flatten(0, 1).index_select(0, flat_order).unflatten(0, order.shape)
+    if not is_full:
+        # Filled rather than multiplied: what stands at a pad may be infinite or NaN.
+        is_pad = torch.arange(tokens.shape[1], device=mask.device) >= counts[:, None]
+        tokens = tokens.masked_fill(is_pad[:, :, None], 0)
+    if length > tokens.shape[1]:
+        tokens = torch.nn.functional.pad(tokens, (0, 0, 0, length - tokens.shape[1]))
+    return tokens
+
+
+def _ragged_window_sums(hidden_states: Tensor, mask: Tensor, ratio: Tensor, total_slots: int) -> Tensor:
+    """Window sums where each row has its own ratio, `(batch_size, total_slots, hidden_size)`."""
+    batch_size, _, hidden_size = hidden_states.shape
+    rank = mask.long().cumsum(dim=1) - 1
+    row_starts = torch.arange(batch_size, device=mask.device)[:, None] * total_slots
+    slot_of_token = (rank // ratio[:, None] + row_starts)[mask]
+    sums = hidden_states.new_zeros((batch_size * total_slots, hidden_size), dtype=_sum_dtype(hidden_states))
+    return sums.index_add(0, slot_of_token, hidden_states[mask].to(sums.dtype)).unflatten(0, (batch_size, total_slots))
+
+
+def _shape_facts(mask: Tensor, counts: Tensor, slot_counts: Tensor) -> tuple[int, bool, bool]:
+    """Largest slot count, whether all pads stand right, whether there are none: one device synchronisation for all."""
+    if mask.numel() == 0:
+        return 0, True, True
+    # A row is left-aligned if no real token follows a pad.
+    is_left_aligned = ~(mask[:, 1:] & ~mask[:, :-1]).any()
+    facts = torch.stack([slot_counts.max(), is_left_aligned.long(), (counts == mask.shape[1]).all().long()])
+    total_slots, left_aligned, full = facts.tolist()
+    return total_slots, bool(left_aligned), bool(full)
+
+
+def _sum_dtype(hidden_states: Tensor) -> torch.dtype:
+    return torch.float32 if hidden_states.dtype in (torch.float16, torch.bfloat16) else hidden_states.dtype
+
+
+def _checked_mask(hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+    if not isinstance(hidden_states, Tensor) or hidden_states.dtype not in _FLOAT_DTYPES:
+        found = getattr(hidden_states, "dtype", type(hidden_states).__name__)
+        raise TypeError(f"hidden_states must be a tensor of float16, bfloat16, float32 or float64, got {found}")
+    if hidden_states.dim() != 3:
+        raise ValueError(
+            f"hidden_states must have shape (batch_size, num_tokens, hidden_size), got {tuple(hidden_states.shape)}"
+        )
+    if not isinstance(attention_mask, Tensor) or attention_mask.dtype not in (torch.bool, *_INTEGER_DTYPES_of_pooling):
+        found = getattr(attention_mask, "dtype", type(attention_mask).__name__)
+        raise TypeError(f"attention_mask must be a bool or integer tensor, got {found}")
+    if attention_mask.shape != hidden_states.shape[:2]:
+        raise ValueError(
+            f"attention_mask must have shape {tuple(hidden_states.shape[:2])} like hidden_states, "
+            f"got {tuple(attention_mask.shape)}"
+        )
+    return attention_mask.to(device=hidden_states.device) != 0
+
+
+def _checked_ratio(ratio: int | Tensor, hidden_states: Tensor) -> int | Tensor:
+    """The ratio as an int, or as a LongTensor beside the states if its rows differ."""
+    ratio = _checked_integer("ratio", ratio, minimum=1)
+    if isinstance(ratio, int):
+        # One window of all tokens is the same for every ratio above their number, and needs no longer padding.
+        return min(ratio, max(1, hidden_states.shape[1]))
+    if ratio.shape != hidden_states.shape[:1]:
+        raise ValueError(
+            f"ratio must be an int or have shape ({hidden_states.shape[0]},), one for each row, "
+            f"got shape {tuple(ratio.shape)}"
+        )
+    values = set(ratio.tolist())
+    return _checked_ratio(values.pop(), hidden_states) if len(values) == 1 else ratio.to(hidden_states.device)
+
+
+def _checked_integer(name: str, value: int | Tensor, minimum: int) -> int | Tensor:
+    if isinstance(value, Tensor) and value.dtype in _INTEGER_DTYPES_of_pooling:
+        if value.numel() and int(value.min()) < minimum:
+            raise ValueError(f"{name} must be {minimum} or more in every row, got {value.tolist()}")
+        return value.long()
+    if isinstance(value, bool) or not isinstance(value, int):
+        found = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f"{name} must be an int or an integer tensor, got {found}")
+    if value < minimum:
+        raise ValueError(f"{name} must be {minimum} or more, got {value}")
+    return value
+
+
+# parts/float32_layers.py
+
+class Float32Linear(nn.Linear):
+    """`nn.Linear` in float32, also where autocast would take a smaller type."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        with torch.autocast(inputs.device.type, enabled=False):
+            return functional.linear(inputs.float(), self.weight.float(), bias)
+
+
+# parts/call_views.py
+
+# The library remembers on the model that its layers have hooks for further outputs.
+_HOOKED = "_output_capturing_hooks_installed"
+
+
+def for_one_call(backbone: PreTrainedModel, is_causal: bool | None = None) -> PreTrainedModel:
+    """The backbone itself, or a view for one call where that call would change the backbone's settings."""
+    rotary: Any = getattr(backbone, "rotary_emb", None)
+    follows = _follows_length(rotary)
+    if not (follows or is_causal is not None) or torch.compiler.is_compiling():
+        return backbone
+    if not isinstance(backbone, PreTrainedModel):
+        return backbone
+    if follows:
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+        maybe_install_capturing_hooks(backbone)
+    view = object.__new__(type(backbone))
+    members = {name: _bound_to(view, value, backbone) for name, value in vars(backbone).items()}
+    # Compiled for the shared model; and nobody asks a view for more than its states where no hooks are.
+    view.__dict__.update(members, config=copy.copy(backbone.config), _compiled_call_impl=None, **{_HOOKED: True})
+    if is_causal is not None:
+        view.config.is_causal = is_causal
+    if follows:
+        rotary = copy.copy(rotary)
+        rotary._buffers = {name: buffer.clone() for name, buffer in rotary._buffers.items()}
+        view._modules = {**backbone._modules, "rotary_emb": rotary}
+    return view
+
+
+def _follows_length(rotary: nn.Module | None) -> bool:
+    kinds = getattr(rotary, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
+
+
+def _bound_to(view: nn.Module, value: Any, module: nn.Module) -> Any:
+    """What an instance has in place of its class's methods, as when weights are spread over devices, for the view."""
+    if isinstance(value, types.MethodType) and value.__self__ is module:
+        return types.MethodType(value.__func__, view)
+    if isinstance(value, functools.partial) and value.args and value.args[0] is module:
+        return functools.partial(value.func, view, *value.args[1:], **value.keywords)
+    return value
+
+
+# checkpoint/fingerprints.py
+
+_PARAMETERS, _RUNS, _RUN = 16, 2, 16
+# Up to which relative error a rounding is named so. Measured on SmolLM2-135M and two small Llamas, mean over matrices:
+# float16 0.0002, bfloat16 0.0018, 8 bits 0.005 to 0.009, 8-bit floats 0.027, 5 bits 0.038 to 0.046,
+# 4 bits in groups 0.078 to 0.116 and by row 0.11 to 0.16, 3 bits in groups 0.16 to 0.24, 2 bits from 0.33 on.
+_ROUNDINGS = (
+    (0.015, "a rounding to 8 bits"),
+    (0.033, "a rounding to 8-bit floats or 6 bits"),
+    (0.055, "a rounding to 5 bits"),
+    (0.14, "a rounding to 4 bits"),
+    (0.2, "a rounding to 3 or 4 bits"),
+)
+# What a rounding leaves lies on a grid of so many steps at most, in each run of neighbours:
+# 8 bits as far as float32 tells, 5 bits as far as bfloat16 does.
+_FINE, _COARSE, _OFF, _OFF_A_STEP = 255, 31, 0.02, 3 * 2.0**-9
+# Root mean square of what a rounding takes away, in steps: 0.29 where all of a step is alike. A fine-tuned model is
+# moved off the grid by less than that, or by more.
+_TAKEN = (0.12, 0.5)
+# Values that are summed at once: few enough for a processor's cache.
+_CHUNK = 1 << 20
+# Fields that change neither slots nor how they are read: where weights come from, what trains, how texts are worded,
+# which ratio is selected (a memory knows its own), how fast and in what type it computes, when a text ends.
+_BESIDE_MEMORIES = {
+    *("base_model_name_or_path", "base_model_revision", "encoder_name_or_path", "encoder_revision"),
+    *("encoder_tokenizer", "compression_ratios", "trainable_parameters", "training_stage"),
+    *("prompts", "prompt_format", "context_prefix", "restores_context_start", "bos_before_text"),
+    *("eos_token_id", "pad_token_id"),
+    *("external_weights", "parent_model_name_or_path", "code_version", "config_schema"),
+    *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
+    *("ratio_selector", "ratio_scale"),
+    *("use_cache", "dtype", "torch_dtype", "quantization_config"),
+    *("output_hidden_states", "output_attentions", "return_dict"),
+}
+
+
+def fingerprint(model: nn.Module, dtype: torch.dtype = torch.bfloat16, of_answers: bool = False) -> str:
+    """Sixteen hexadecimal digits from a few values of every parameter, the same in float32 and bfloat16."""
+    digest = hashlib.sha256()
+    parts = []
+    for name, parameter in _of_answers(model) if of_answers else _of_memories(model):
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        values = _few_values(whole(_weight(model, name)))
+        parts.append(values.to(dtype).to(torch.bfloat16).float())
+    if parts:
+        digest.update(torch.cat([part.cpu() for part in parts]).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def weights_fingerprint(model: nn.Module, stored: Mapping[str, Tensor] | None = None) -> str:
+    """Sixteen hexadecimal digits from every value of every parameter, the same in float32 and bfloat16."""
+    digest = hashlib.sha256()
+    weights: dict[torch.device, Tensor] = {}
+    for name, parameter in _of_memories(model):
+        values = whole(_weight(model, name))
+        source = None if stored is None else stored.get(name)
+        if source is not None and source.shape == values.shape:
+            source = source.to(values.device)
+            values = source if source.to(values.dtype).equal(values) else values
+        if values.device not in weights:
+            weights[values.device] = _weights(values.device)
+        sums = [_weighted_sum(chunk, weights[values.device]) for chunk in values.reshape(-1).split(_CHUNK)]
+        digest.update(f"{name}{tuple(parameter.shape)}{torch.stack(sums).tolist() if sums else []}".encode())
+    return digest.hexdigest()[:16]
+
+
+def at_hand(module: nn.Module) -> AbstractContextManager[Any]:
+    """Inside this block a module's own parameters have their values, also those that accelerate has offloaded."""
+    if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+        return nullcontext()
+    from accelerate.utils import align_module_device
+
+    return align_module_device(module)
+
+
+def _weight(model: nn.Module, name: str) -> Tensor:
+    owner, _, own = name.rpartition(".")
+    module = model.get_submodule(owner)
+    with at_hand(module):
+        return getattr(module, own).detach()
+
+
+def _of_answers(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters in the order of their names."""
+    return sorted(model.named_parameters(), key=lambda item: item[0])
+
+
+def _of_memories(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The same without the reader's own where a stage changes no memory."""
+    is_reader = getattr(getattr(model, "config", None), "has_frozen_memories", False)
+    return [(name, p) for name, p in _of_answers(model) if not (is_reader and OF_THE_DECODER.search(name))]
+
+
+def _weights(device: torch.device) -> Tensor:
+    # Odd, so that no changed bit is lost; different, so that exchanged rows are not the same sum.
+    return torch.arange(1, _CHUNK // 2, 2, device=device)
+
+
+def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """The sum, modulo 2**64, of bfloat16 values as words of eight bytes, each times its weight."""
+    values = values.to(torch.bfloat16)
+    if len(values) % 4:
+        values = nn.functional.pad(values, (0, -len(values) % 4))
+    elif values.storage_offset() % 4:
+        values = values.clone()
+    words = values.view(torch.int64)
+    return (words * weights[: len(words)]).sum()
+
+
+def settings_fingerprint(config: PreTrainedConfig) -> str:
+    """Eight hexadecimal digits from every field of a configuration that changes slots or how they are read."""
+    settings = _settings(config, _BESIDE_MEMORIES)
+    if config.has_frozen_memories or config.shared_adapter:
+        settings.pop("decoder_lora", None)
+    return _digest(settings)
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _settings(config: PreTrainedConfig, beside: set[str]) -> dict[str, Any]:
+    kind: Any = type(config)
+    usual = _usual_settings(kind)
+    found = {}
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            found[name] = {"model_type": value.model_type, **_settings(value, beside)}
+        elif not name.startswith("_") and name not in beside and (name not in usual or value != usual[name]):
+            found[name] = value
+    return found
+
+
+@functools.cache
+def _usual_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    return vars(kind())
+
+
+def _few_values(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1)
+    return flat[:: max(1, flat.numel() // 8)][:8]
+
+
+def sample(model: nn.Module, dtype: torch.dtype, of_kinds: bool = True) -> Tensor:
+    """Runs of neighbouring values of some 16 parameters, spread over the model: (num_parameters, 2, 16) in float32."""
+    kinds: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        if parameter.dim() > (0 if of_kinds else 1) and parameter.shape[-1] >= _RUN:
+            kinds.setdefault(re.sub(r"\d+", "", name) if of_kinds else "", []).append(parameter)
+    count = min(max(_PARAMETERS, len(kinds)), sum(map(len, kinds.values())))
+    runs = []
+    # Kinds take turns, from the first layers to the last.
+    for index, kind in zip(range(count), itertools.cycle(kinds.values()), strict=False):
+        parameter = kind[index * len(kind) // count]
+        rows = whole(parameter.detach()).reshape(-1, parameter.shape[-1])
+        for run in range(_RUNS):
+            # Quantised matrices have one scale for 16 neighbours of a row or for more, from such a place on.
+            start = run * (rows.shape[1] // (2 * _RUN)) * _RUN
+            runs.append(rows[(run + 1) * len(rows) // (_RUNS + 1), start : start + _RUN].to(dtype).float().cpu())
+    return torch.stack(runs).view(count, _RUNS, _RUN) if runs else torch.empty(0, _RUNS, _RUN)
+
+
+def sample_text(model: PreTrainedModel) -> str:
+    """[`sample`] as text: base64 of the values in the model's type, 2.8 kB for 16 parameters in float32."""
+    dtype = model.dtype if model.dtype in (torch.bfloat16, torch.float16) else torch.float32
+    return base64.b64encode(sample(model, dtype).to(dtype).view(torch.uint8).numpy().tobytes()).decode()
+
+
+def rounding(model: nn.Module, recorded: str, dtype: torch.dtype, of_kinds: bool = True) -> tuple[float, str | None]:
+    """Measure the distance from the model that [`sample_text`] recorded, and name the rounding that explains it."""
+    stored_as = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+    expected = torch.frombuffer(bytearray(base64.b64decode(recorded)), dtype=stored_as).float().view(-1, _RUNS, _RUN)
+    own = sample(model, torch.float32, of_kinds)
+    if own.shape != expected.shape:
+        return float("inf"), None
+    found = own.to(stored_as).float()
+    if found.equal(expected):
+        return 0.0, None
+    size = expected.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+    errors = (found - expected).flatten(1).norm(dim=1) / size
+    # Norms are left as they are where matrices are rounded.
+    error = float(errors.sum() / errors.count_nonzero().clamp(min=1))
+    for kind in (torch.float16, torch.bfloat16):
+        if expected.to(kind).to(stored_as).float().equal(found):
+            return error, cast_name(kind)
+    runs = own.flatten(0, 1), expected.flatten(0, 1)
+    differ = (found != expected).any(dim=2).flatten()
+    explained = []
+    # Either model may be the rounded one.
+    for rounded, other in (runs, runs[::-1]):
+        taken = (rounded - other)[differ].square().mean(dim=1).sqrt() / _steps(rounded[differ])
+        explained.append(float(((taken > _TAKEN[0]) & (taken < _TAKEN[1])).float().mean()))
+    name = next((name for most, name in _ROUNDINGS if error <= most), None)
+    return error, name if max(explained) > 0.4 else None
+
+
+def cast_name(dtype: torch.dtype) -> str:
+    """A cast in words."""
+    return f"a cast to {str(dtype).removeprefix('torch.')}"
+
+
+def _steps(runs: Tensor) -> Tensor:
+    """The step of the grid that each run's values lie on, `(num_runs,)`; NaN where they lie on none."""
+    low, high = runs.aminmax(dim=1, keepdim=True)
+    counts = torch.arange(1, _FINE + 1)
+    places = ((runs - low) / (high - low))[:, :, None] * counts
+    off = (places - places.round()).abs().amax(dim=1)
+    allowed = torch.where(counts <= _COARSE, _OFF + counts * _OFF_A_STEP, _OFF)
+    fits = off <= allowed
+    steps = (high - low)[:, 0] / counts[fits.int().argmax(dim=1)]
+    return steps.where(fits.any(dim=1), torch.nan)
+
+
+def version(tensor: Tensor) -> tuple[Any, ...]:
+    """A tensor's place, shape and count of changes in place: another key once its values change, found without a look."""
+    # A quantized or shared-out weight may be a class of its own, without a place in memory.
+    place = tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else id(tensor)
+    # Tensors made in inference mode count no versions.
+    return place, tuple(tensor.shape), -1 if tensor.is_inference() else tensor._version
+
+
+def all_weights(model: nn.Module, dtype: torch.dtype) -> str:
+    """Sixteen hexadecimal digits from every bit of every parameter in a type."""
+    digest = hashlib.sha256()
+    for name, parameter in _of_answers(model):
+        values = whole(parameter.detach()).to(dtype)
+        digest.update(f"{name}{tuple(values.shape)}{checksum(values)}".encode())
+    return digest.hexdigest()[:16]
+
+
+def checksum(tensor: Tensor) -> str | None:
+    """Digits from all of a tensor's bits and their order; `None` for one without floating-point values at hand."""
+    # A quantized weight may be a class of its own.
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.is_floating_point():
+        return None
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    in_words = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()
+    # Words of eight bytes are summed many times faster than single values.
+    weights = _weights(flat.device)
+    words = flat[:in_words].view(torch.int64).split(len(weights))
+    sums = torch.stack([(chunk * weights[: len(chunk)]).sum() for chunk in words])
+    return hashlib.sha256(f"{sums.tolist()}{flat[in_words:].view(torch.uint8).tolist()}".encode()).hexdigest()[:16]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, gathered where FSDP has shared it out among processes."""
+    if torch.distributed.is_available():
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(tensor, DTensor):
+            return tensor.full_tensor()
+    return tensor
+
+
+# checkpoint/peft_adapters.py
+
+_FETCHING_of_peft_adapters = {"cache_dir", "token", "local_files_only", "subfolder", "revision"}
+# Fields of PEFT's that change what the maps compute, and their values where they do not.
+_PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False}
+# Others change the base's own weights, too.
+_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+_ABSENT = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
+
+
+def adapter_and_model(name: str | os.PathLike, keywords: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Where an adapter is, if `name` is one, the compressor that it is for, and arguments for fetching the adapter."""
+    fetching = keywords.pop("adapter_kwargs", None) or {field: keywords[field] for field in _FETCHING_of_peft_adapters & set(keywords)}
+    adapter, model, fetching = maybe_load_adapters(name, keywords, **fetching)
+    if adapter is not None and fetching.get("revision") == keywords.get("revision"):
+        keywords.pop("revision", None)
+    return adapter, model, fetching
+
+
+def put_adapter_on(model: Any, adapter: str | os.PathLike, name: str, trains: bool, fetching: dict[str, Any]) -> Any:
+    """Put one of PEFT's adapters on a compressor, beside its own; the library would take these for missing ones."""
+    from peft import PeftConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
+
+    config = PeftConfig.from_pretrained(adapter, **fetching)
+    config.inference_mode = not trains
+    inject_adapter_in_model(config, model, name)
+    found = set_peft_model_state_dict(model, load_peft_weights(adapter, str(model.device), **fetching), name)
+    if unlike := [*found.unexpected_keys, *(key for key in found.missing_keys if f".{name}." in key)]:
+        raise ValueError(f"the adapter {adapter} sits on other maps than it says, the first is {unlike[0]!r}")
+    model._hf_peft_config_loaded = True
+    model.train(model.training)
+    return LoadStateDictInfo(set(), set(), set(), [], {}, set())
+
+
+def peft_weight_names(backbone: Any, name: str) -> dict[str, torch.nn.Parameter]:
+    """The weights of an adapter by the names that PEFT gives them in a model with a head."""
+    return {
+        f"base_model.model.{backbone.base_model_prefix}.{path}.{part}.weight": getattr(layer, part)[name].weight
+        for path, layer in backbone.named_modules()
+        if name in getattr(layer, "lora_A", ())
+        for part in ("lora_A", "lora_B")
+    }
+
+
+@torch.no_grad()
+def load_peft_adapter(model: Any, adapter: str | os.PathLike, fetching: dict[str, Any]) -> None:
+    """Let the adapter that `model` answers with, the shared one or its decoder's, start as one of PEFT's."""
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    files = [cached_file_of_transformers_utils(str(adapter), name, **fetching) for name in names]
+    with open(files[0], encoding="utf-8") as file:
+        found = json.load(file)
+    for field, value in {**_PLAIN, **dict.fromkeys(_ABSENT)}.items():
+        if (found.get(field) or None) != (value or None):
+            raise ValueError(
+                f"the adapter {adapter} is not plain LoRA: its {field} is {found[field]!r}, not {value!r}"
+            )
+    if found.get("init_lora_weights") not in _STARTS:
+        raise ValueError(
+            f"the adapter {adapter} is not plain LoRA: its init_lora_weights is {found['init_lora_weights']!r}, which "
+            f"changes the base, too; allowed: {list(_STARTS)}"
+        )
+    name, settings = SHARED if model.config.shared_adapter else DECODER, model.config.decoder_lora
+    if settings is None:
+        raise ValueError(
+            f"{type(model).__name__} answers without an adapter that could start as {adapter}: give `decoder_lora`"
+        )
+    given, own = (found["r"], found["lora_alpha"]), (settings["rank"], settings["alpha"])
+    if given != own:
+        raise ValueError(f"the adapter {adapter} has rank and alpha {given}, and the compressor's own {own}")
+    tensors, weights = load_file(files[1]), peft_weight_names(model.base_model.language_model, name)
+    if unlike := sorted(tensors.keys() ^ weights.keys()):
+        raise ValueError(
+            f"the adapter {adapter} sits on other maps than the compressor's, the first is {unlike[0]!r}: give "
+            "`target_modules` as it has them"
+        )
+    for key, weight in weights.items():
+        if weight.shape != tensors[key].shape:
+            raise ValueError(
+                f"{key} of the adapter {adapter} is {tuple(tensors[key].shape)}, and of this base "
+                f"{tuple(weight.shape)}: it belongs to another base"
+            )
+        weight.copy_(tensors[key])
+
+
+# checkpoint/encoder_tokenizer.py
+
+ENCODER_TOKENIZER = "encoder_tokenizer"
+
+
+def encoders_tokenizer(
+    base: str | os.PathLike,
+    encoder: str | os.PathLike,
+    base_loading: dict[str, Any],
+    encoder_loading: dict[str, Any],
+    is_needed: bool,
+) -> PreTrainedTokenizerBase | None:
+    """The encoder's tokenizer, if it has one and it makes other tokens than the base's, or is needed in any case."""
+    found = _tokenizer(encoder, encoder_loading)
+    if found is None or is_needed:
+        return found
+    other = _tokenizer(base, base_loading)
+    probe = "The tokens of one text, 1 and 23."
+    same = other is not None and other.get_vocab() == found.get_vocab() and other(probe) == found(probe)
+    return None if same else found
+
+
+def load_encoder_tokenizer(
+    checkpoint: str | os.PathLike, subfolder: str, loading: dict[str, Any]
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of contexts that a checkpoint carries."""
+    names = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+    inside = "/".join(filter(None, (loading.get("subfolder"), subfolder)))
+    tokenizer = _tokenizer(checkpoint, {**{n: loading[n] for n in names if n in loading}, "subfolder": inside})
+    if tokenizer is None:
+        raise ValueError(f"{checkpoint} has no tokenizer in {inside!r}, where its configuration says it is")
+    return tokenizer
+
+
+def _tokenizer(name: str | os.PathLike, loading: dict[str, Any]) -> PreTrainedTokenizerBase | None:
+    try:
+        return AutoTokenizer.from_pretrained(name, **loading)
+    except (OSError, ValueError):
+        # A model without a tokenizer beside it, as in experiments with random weights.
+        return None
+
+
+# parts/chat_template.py
+
+# In a chat the document's words and the prompt are one message of the user; this stands between them.
+DOCUMENT_END = "\n\n"
+# Stands for a text while a chat template is filled; private characters, which no template changes.
+_MARK = "\ue000{}\ue001"
+
+
+@dataclass(frozen=True)
+class PromptIds:
+    """Token ids around a document and between the answers about it.
+
+    Args:
+        head: in front of the document or its slots: the opening of the user's turn in a chat, else nothing.
+        turns: in front of each answer; those of the first follow the document.
+        end: what ends an answer: the template's end of a turn in a chat, else EOS.
+    """
+
+    head: list[int]
+    turns: list[list[int]]
+    end: int
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], prompt_format: str = "plain") -> PromptIds:
+    """Token ids of prompts that are asked one after the other about one document."""
+    if prompt_format == "plain":
+        return PromptIds([], [encode(tokenizer, prompt) for prompt in prompts], tokenizer.eos_token_id)
+    messages: list[dict[str, str | None]] = []
+    for prompt in prompts:
+        messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": None}]
+    return chat_ids(tokenizer, messages)
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str | None]]) -> PromptIds:
+    """A conversation in the chat template, cut where the document and the answers that are `None` stand."""
+    if tokenizer.chat_template is None:
+        raise ValueError("the tokenizer has no chat template, and the prompt format is 'chat': ask an instruct model")
+    document, answer = _MARK.format("document"), _MARK.format("answer")
+    contents: list[str] = []
+    filled: list[dict[str, Any]] = []
+    for message in messages:
+        content, mark = message["content"] or "", _MARK.format(len(contents))
+        if message["role"] == "user" and not any(document in other["content"] for other in filled):
+            mark, content = document + mark, DOCUMENT_END + content
+        elif message["content"] is None:
+            mark = answer
+        contents.append(content)
+        filled.append({**message, "content": mark})
+    text = _templated(tokenizer, filled, add_generation_prompt=False)
+    opening = _templated(tokenizer, filled)
+    if messages[-1]["role"] != "assistant":
+        text = opening + answer
+    asked = [_MARK.format(place) for place, message in enumerate(messages) if message["role"] == "user"]
+    if text.count(document) != 1 or any(mark not in text for mark in asked):
+        raise ValueError("the tokenizer's chat template leaves out what the user says, so no document can stand in it")
+    head, _, rest = text.partition(document)
+    parts = [_filled(tokenizer, part, contents) for part in rest.split(answer)]
+    end = parts[-1][0] if parts[-1] and parts[-1][0] in tokenizer.all_special_ids else tokenizer.eos_token_id
+    turns = [part[1:] if index and part[:1] == [end] else part for index, part in enumerate(parts[:-1])]
+    return PromptIds(_filled(tokenizer, head, contents), turns, end)
+
+
+def template_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """A conversation in the chat template, up to where the assistant answers; nobody's words are special tokens."""
+    contents = [message["content"] for message in messages]
+    if any(name in content for content in contents for name in tokenizer.all_special_tokens):
+        messages = [{**message, "content": _MARK.format(place)} for place, message in enumerate(messages)]
+    return _filled(tokenizer, _templated(tokenizer, messages), contents)
+
+
+def _templated(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+) -> str:
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except Exception as error:
+        # A template is a program: it raises of itself, such as for a role that it does not know, or is broken.
+        raise ValueError(f"the tokenizer's chat template refuses these messages: {error}") from error
+
+
+def _filled(tokenizer: PreTrainedTokenizerBase, text: str, contents: Sequence[str]) -> list[int]:
+    """Token ids of a piece of a filled template, with contents in place of their marks."""
+    here = [(mark, content) for place, content in enumerate(contents) if (mark := _MARK.format(place)) in text]
+    names = tokenizer.all_special_tokens
+    if not any(name in content for _, content in here for name in names):
+        for mark, content in here:
+            text = text.replace(mark, content)
+        return prefix_ids(tokenizer, text)
+    # Where somebody's words name a special token, they are characters, and are tokenized apart.
+    ids: list[int] = []
+    for mark, content in here:
+        before, _, text = text.partition(mark)
+        ids += prefix_ids(tokenizer, before) + words_ids(tokenizer, content)
+    return ids + prefix_ids(tokenizer, text)
+
+
+# compressor/input_checks.py
+
+_KEYWORDS = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "cache",
+    "past_key_values",
+    "labels",
+    "context_input_ids",
+    "context_attention_mask",
+    "context_chunk_lengths",
+    "memory",
+    "ratio",
+    "use_cache",
+    "text_position_offset",
+    "logits_to_keep",
+)
+# Some methods ask for memory by the ratio, however short the context is.
+_MAX_RATIO = 65_536
+
+
+def check_ratios(
+    ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool, selects: bool = False
+) -> list[Any]:
+    """Ratios as ints or LongTensors `(batch_size,)`, or "auto"; `None` becomes the first trained one."""
+    if not ratios:
+        raise ValueError(f"`ratio` is an empty list; the checkpoint has the ratios {sorted(trained)}")
+    if not selects and any(isinstance(ratio, str) and ratio == "auto" for ratio in ratios):
+        raise ValueError(
+            "`ratio` is 'auto', but the checkpoint has no ratio selector (`ratio_selector` of its configuration): "
+            f"give one of {sorted(trained)}"
+        )
+    return [_check_ratio_of_input_checks(ratio, trained, input_ids, allow_untrained) for ratio in ratios]
+
+
+def _check_ratio_of_input_checks(ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> int | Tensor | str:
+    if ratio is None:
+        return trained[0]
+    if isinstance(ratio, str) and ratio == "auto":
+        return ratio
+    if isinstance(ratio, Tensor) and ratio.dim() == 0:
+        ratio = ratio.item()
+    if isinstance(ratio, Tensor):
+        if ratio.dtype not in INTEGER_DTYPES:
+            raise TypeError(f"`ratio` must hold ints, got a tensor of {ratio.dtype}")
+        if tuple(ratio.shape) != (input_ids.shape[0],):
+            raise ValueError(
+                f"`ratio` must be an int or have one value for each of the {input_ids.shape[0]} rows, got shape "
+                f"{tuple(ratio.shape)}"
+            )
+        ratio = ratio.to(device=input_ids.device, dtype=torch.long)
+        values = set(ratio.tolist())
+    elif isinstance(ratio, bool) or not isinstance(ratio, int):
+        raise TypeError(f"`ratio` must be an int, a LongTensor, 'auto' or a list of these, got {ratio!r}")
+    else:
+        values = {ratio}
+    for value in sorted(values):
+        if value < 1:
+            raise ValueError(f"`ratio` must be at least 1, got {value}")
+        if value > max(_MAX_RATIO, *trained):
+            raise ValueError(f"`ratio` must be at most {_MAX_RATIO}, got {value}")
+        if value not in trained and not allow_untrained:
+            raise ValueError(
+                f"this checkpoint was not trained for the ratio {value}; it has {sorted(trained)} "
+                "(compress(..., allow_untrained_ratio=True) goes on nevertheless)"
+            )
+    return ratio
+
+
+def check_context_length(
+    encoder_config: PreTrainedConfig, num_positions: int, chunk_size: int | None, has_chunks: bool = True
+) -> None:
+    """A context, or chunk, must fit into the encoder's positions."""
+    limit = getattr(encoder_config, "max_position_embeddings", None)
+    if limit is not None and num_positions > limit:
+        hint = "cut the context"
+        if not has_chunks:
+            pass
+        elif chunk_size is None:
+            hint = "set `chunk_size` in the configuration, or cut the context"
+        elif num_positions < 2 * chunk_size:
+            # A single chunk is too long.
+            hint = f"set a `chunk_size` below {chunk_size} in the configuration, or cut the context"
+        raise ValueError(
+            f"the context needs {num_positions} positions, the encoder has {limit} (max_position_embeddings): {hint}"
+        )
+
+
+def check_integers(name: str, value: Any, *shapes: tuple[int, ...]) -> None:
+    """What numbers the tokens of a text, such as its positions, must be an integer tensor; `None` is none at all."""
+    if value is None:
+        return
+    if not isinstance(value, Tensor) or value.dtype not in INTEGER_DTYPES:
+        raise TypeError(f"`{name}` must be an integer tensor, got {getattr(value, 'dtype', type(value).__name__)}")
+    if tuple(value.shape) not in shapes:
+        raise ValueError(f"`{name}` must have shape {' or '.join(map(str, shapes))}, got {tuple(value.shape)}")
+
+
+def check_labels(labels: Any, text_ids: Any) -> Tensor | None:
+    """The labels of a text as a LongTensor, or `None` where there are none."""
+    if labels is None:
+        return None
+    text = text_ids if isinstance(text_ids, Tensor) else labels
+    check_integers("labels", labels, tuple(getattr(text, "shape", ())))
+    if labels.dim() != 2:
+        raise ValueError(f"`labels` must have shape (batch_size, num_text_tokens), got {tuple(labels.shape)}")
+    return labels.long()
+
+
+def check_logits_to_keep(value: Any) -> None:
+    """Which logits are wanted: the number of the last ones, or their indices."""
+    if isinstance(value, Tensor):
+        if value.dim() != 1:
+            raise ValueError(f"`logits_to_keep` must be a number or a list of indices, got shape {tuple(value.shape)}")
+        check_integers("logits_to_keep", value, tuple(value.shape))
+    elif isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`logits_to_keep` must be an int or an integer tensor, got {value!r}")
+    elif value < 0:
+        raise ValueError(f"`logits_to_keep` must be 0 or more, got {value}")
+
+
+def check_keywords(keywords: Mapping[str, Any]) -> None:
+    """Refuse keywords that are nearly one that `forward` reads: the language model would swallow them."""
+    for name in keywords:
+        found = nearest_name(name.lower(), _KEYWORDS, similarity=0.8)
+        if found is not None and name not in _KEYWORDS:
+            raise TypeError(f"unexpected argument {name!r}; did you mean {found!r}?")
+
+
+# memory/carriers.py
+
+KeyValues = tuple[tuple[Tensor, Tensor], ...]
+# Fields of memories whose heads keep unlike numbers of pairs, with an entry for each.
+PAIR_FIELDS = ("head_ids", "coarsest_ratios")
+
+
+def carrier_tensors(memory: Any) -> list[Tensor]:
+    """The embeddings alone, or keys and values of the first layer, the second and so on."""
+    return _tensors(memory.embeddings if memory.key_values is None else memory.key_values)
+
+
+def scale_tensors(memory: Any) -> list[Tensor]:
+    """One for each of [`carrier_tensors`]; none of a memory that is not quantised."""
+    return _tensors(memory.scales)
+
+
+def _tensors(value: Tensor | KeyValues | None) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for pair in value or () for tensor in pair]
+
+
+def map_carrier(memory: Any, function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The carrier's field and `scales` after a function of each tensor, whose last dimension but one is the slots."""
+    fields: dict[str, Any] = {}
+    for name in (memory.carrier, "scales"):
+        value = getattr(memory, name)
+        if isinstance(value, tuple):
+            fields[name] = tuple((function(keys), function(values)) for keys, values in value)
+        elif value is not None:
+            fields[name] = function(value)
+    return fields
+
+
+def key_values_name(num_layers: int, num_heads: int, head_dim: int) -> str:
+    """Key/values in words, as `CompressedContext.carrier_name` gives them."""
+    return f"key/values of {num_layers} layers with {num_heads} heads of {head_dim}"
+
+
+def num_bytes(memory: Any) -> int:
+    """Bytes of a memory's real slots, with their scales and what is said of each pair."""
+    of_pairs = (getattr(memory, name) for name in PAIR_FIELDS)
+    tensors = [
+        *carrier_tensors(memory),
+        *scale_tensors(memory),
+        *(tensor for tensor in of_pairs if tensor is not None),
+    ]
+    of_slot = sum(tensor.shape[1:-2].numel() * tensor.shape[-1] * tensor.element_size() for tensor in tensors)
+    return int(memory.num_slots.sum()) * of_slot
+
+
+def quantized_fields(memory: Any, quantization: str) -> dict[str, Any]:
+    """The carrier of a `CompressedContext` and its `scales` in a form of `QUANTIZATIONS`; see [`quantize_tensor`]."""
+    mask, (of_keys, of_others) = memory.attention_mask, QUANTIZATIONS[quantization]
+    if memory.embeddings is not None:
+        return dict(zip(("embeddings", "scales"), quantize_tensor(memory.embeddings, mask, of_others), strict=True))
+    layers = [
+        (quantize_tensor(keys, mask, of_keys), quantize_tensor(values, mask, of_others))
+        for keys, values in memory.key_values
+    ]
+    return {
+        name: tuple((keys[part], values[part]) for keys, values in layers)
+        for part, name in enumerate(("key_values", "scales"))
+    }
+
+
+def dequantized_fields(memory: Any) -> dict[str, Any]:
+    """The carrier of a quantised `CompressedContext` in float32, without `scales`."""
+    if memory.embeddings is not None:
+        return {"embeddings": dequantize_tensor(memory.embeddings, memory.scales), "scales": None}
+    layers = zip(memory.key_values, memory.scales, strict=True)
+    key_values = tuple(tuple(map(dequantize_tensor, pair, scales)) for pair, scales in layers)
+    return {"key_values": key_values, "scales": None}
+
+
+def check_range(memory: Any, dtype: torch.dtype) -> None:
+    """Raise a `ValueError` if a finite value of what carries a memory does not fit in a floating-point type."""
+    largest = torch.finfo(dtype).max
+    for tensor in carrier_tensors(memory) if largest < torch.finfo(memory.dtype).max else ():
+        magnitudes = tensor.detach().abs()
+        found = magnitudes.where(magnitudes.isfinite(), 0).max().item() if tensor.numel() else 0.0
+        if found > largest:
+            raise ValueError(f"the memory holds values up to {found:.4g}, {dtype} ends at {largest:.4g}")
+
+
+# parts/attention_masks.py
+
+# Implementations that take a mask with a value for every pair of places.
+PAIRWISE_MASKS = ("eager", "sdpa")
+# Implementations that compute pads, too.
+_WITH_PADS = (*PAIRWISE_MASKS, "flex_attention")
+# Their positions are biases, which they compute from a mask of two dimensions.
+_ALIBI = ("bloom", "falcon", "mpt")
+
+
+def run_backbone(
+    backbone: PreTrainedModel, is_full: bool = False, is_right_padded: bool = False, **inputs: Any
+) -> Any:
+    """One pass of a language model in which every query sees at least one key."""
+    view = for_one_call(backbone, inputs.get("is_causal"))
+    mask: Any = inputs.get("attention_mask")
+    if not is_full and is_right_padded and _takes_no_mask(view, mask, inputs.get("is_causal")):
+        inputs["attention_mask"] = torch.ones_like(mask)
+    elif not is_full:
+        inputs["attention_mask"] = seeing_mask(view, **inputs)
+    return view(**inputs)
+
+
+def _takes_no_mask(backbone: PreTrainedModel, mask: Any, is_causal: bool | None) -> bool:
+    # FlashAttention removes pads by their mask.
+    is_masked = isinstance(mask, Tensor) and mask.dim() == 2 and backbone.config.model_type not in _ALIBI
+    return is_masked and is_causal is not False and backbone.config._attn_implementation in _WITH_PADS
+
+
+def seeing_mask(
+    backbone: PreTrainedModel,
+    attention_mask: Any = None,
+    input_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    **inputs: Any,
+) -> Any:
+    """The mask of a pass as the backbone would make it, with queries that see nothing seeing something."""
+    config, cache = backbone.config, inputs.get(CACHE)
+    states: Any = input_ids if inputs_embeds is None else inputs_embeds
+    implementation = config._attn_implementation
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or config.model_type in _ALIBI:
+        return attention_mask
+    if implementation not in _WITH_PADS:
+        return attention_mask
+    if torch.compiler.is_compiling() and inputs.get("is_causal") is not None:
+        # The pass itself notes it in the configuration.
+        config.is_causal = inputs["is_causal"]
+    if inputs_embeds is None:
+        # Only shape, type and device are read.
+        weight = backbone.get_input_embeddings().weight
+        inputs_embeds = weight.new_empty((), device=states.device).expand(*states.shape, weight.shape[1])
+    offset = 0 if cache is None else cache.get_seq_length()
+    masks = create_masks_for_generate(config, inputs_embeds, attention_mask, cache)
+    if isinstance(masks, dict):
+        return {kind: with_sight(mask, offset) for kind, mask in masks.items()}
+    return attention_mask if masks is None else with_sight(masks, offset)
+
+
+def with_sight(mask: Any, offset: int | Tensor = 0) -> Any:
+    """A mask whose queries that see nothing see all keys, or with flex attention themselves."""
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        if mask.is_floating_point():
+            return mask.masked_fill((mask < 0).all(dim=-1, keepdim=True), 0)
+        return mask | ~mask.any(dim=-1, keepdim=True)
+    if mask is None or isinstance(mask, Tensor):
+        return mask
+    from torch.nn.attention.flex_attention import create_block_mask, or_masks
+
+    def itself(batch_index: Tensor, head_index: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key == query + offset
+
+    num_rows, _, num_queries, num_keys = mask.shape
+    device = mask.kv_num_blocks.device
+    return create_block_mask(or_masks(mask.mask_mod, itself), num_rows, None, num_queries, num_keys, device)
+
+
+# checkpoint/base_weights.py
+
+logger_of_base_weights = logging.get_logger(__name__)
+DECODER_BASE, ENCODER_BASE = "decoder", "encoder"
+# Where a repository's files come from; the same for a checkpoint and for its base.
+DOWNLOAD_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token")
+# Of what `from_pretrained` takes, what says which files of a repository are the model.
+_PLACE_FIELDS = ("subfolder", "gguf_file")
+_RECORD_of_base_weights = "_context_compressor_base"
+_HEAD = "lm_head.weight"
+
+
+def shown_name(name: str | os.PathLike) -> str:
+    """A model's name as a checkpoint records it: a Hub id as it is, of a folder the last part of its path."""
+    return Path(name).resolve().name if os.path.isdir(name) else str(name)
+
+
+def own_name(name: str) -> str:
+    """A weight's name without the prefix that the backbone has inside the model with a head."""
+    return name.removeprefix("model.")
+
+
+def base_name(name: str) -> tuple[str, str] | None:
+    """Where a compressor's weight comes from: the base and the weight's name there; `None` for the method's own."""
+    name = own_name(name)
+    if name == _HEAD:
+        return DECODER_BASE, name
+    for prefix, base in (("language_model.", DECODER_BASE), ("encoder_model.", ENCODER_BASE)):
+        if name.startswith(prefix) and ".lora_" not in name:
+            return base, name.removeprefix(prefix).replace(".base_layer.", ".")
+    return None
+
+
+def own_modules(model: nn.Module) -> set[str]:
+    """Paths of the modules that are the method's own or train, which are not quantized with the base."""
+    own, frozen = set(), set()
+    for name, parameter in model.named_parameters():
+        path = name.rpartition(".")[0]
+        if parameter.requires_grad or base_name(name) is None:
+            own.add(path)
+        else:
+            frozen |= {path[:end] for end in (0, *(i for i, letter in enumerate(path) if letter == "."))}
+    # A module with the base inside may hold a parameter of the method beside it.
+    return own - frozen
+
+
+def base_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """A base model's weights by their names in its backbone, and its LM head's."""
+    head = model.get_output_embeddings()
+    tensors = dict(model.base_model.state_dict())
+    return tensors if head is None else {**tensors, _HEAD: head.weight}
+
+
+def base_entry(
+    model: PreTrainedModel, name: str | os.PathLike, hub_id: str | None, revision: str | None, loading: dict[str, Any]
+) -> dict[str, str | None]:
+    """What a light checkpoint records of a base: `repo_id` and `revision` on the Hub, `subfolder` if it is in one,
+    `gguf_file` if it is one, `fingerprint`, `samples`, `dtype`, and sums of all `weights` in it and in narrower types."""
+    is_folder = os.path.isdir(name)
+    if not is_folder:
+        found = {n: loading[n] for n in (*DOWNLOAD_ARGUMENTS, "subfolder") if n in loading}
+        file = cached_file(name, loading.get("gguf_file") or "config.json", revision=revision, **found)
+        # A branch moves on: what was loaded is a commit.
+        revision = extract_commit_hash(file, None) or revision
+    # Of a folder that is called a copy of a repository, only the weights are said to be the same, not the files.
+    inside = {} if is_folder else {field: loading[field] for field in _PLACE_FIELDS if loading.get(field)}
+    return {
+        "repo_id": hub_id or (None if is_folder else str(name)),
+        "revision": revision,
+        **inside,
+        "fingerprint": fingerprint(model),
+        "weights": {_name(kind): all_weights(model, kind) for kind in (model.dtype, *_narrower(model.dtype))},
+        "samples": sample_text(model),
+        "dtype": _name(model.dtype),
+    }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _narrower(dtype: torch.dtype) -> set[torch.dtype]:
+    return {torch.bfloat16, torch.float16} - {dtype}
+
+
+def _checksums(tensor: Tensor) -> dict[torch.dtype, str]:
+    """Checksums of a weight in its own type and in those that round it when it is cast; none if it has no sum."""
+    own = checksum(tensor)
+    if own is None:
+        return {}
+    rounded = {kind: checksum(tensor.detach().to(kind)) for kind in _narrower(tensor.dtype)}
+    return {tensor.dtype: own, **{kind: found for kind, found in rounded.items() if found is not None}}
+
+
+class BaseRecord:
+    """What a model in memory knows of its bases.
+
+    Args:
+        entries: of each base, what a light checkpoint records; see [`base_entry`].
+        tensors: the weights that are the bases' own, by name; their checksums are kept.
+    """
+
+    def __init__(self, entries: Mapping[str, dict[str, str | None]], tensors: Iterable[tuple[str, Tensor]]):
+        self.entries = {base: dict(entry) for base, entry in entries.items()}
+        self.sums = {own_name(name): (tensor.dtype, _checksums(tensor)) for name, tensor in tensors}
+        self._modules = {name.rpartition(".")[0] for name in self.sums}
+
+    @property
+    def is_on_the_hub(self) -> bool:
+        """Whether all bases can be had by name."""
+        return all(entry["repo_id"] is not None for entry in self.entries.values())
+
+    def without_base(self, state: Mapping[str, Tensor], trained: set[str]) -> dict[str, Tensor]:
+        """The part of a state that differs from the bases: other parts, and base weights that train or have changed.
+
+        Args:
+            state: weights by name.
+            trained: names of what trains now.
+        """
+        return {name: tensor for name, tensor in state.items() if name in trained or not self._is_base(name, tensor)}
+
+    def _is_base(self, name: str, tensor: Tensor) -> bool:
+        name = own_name(name)
+        if name not in self.sums:
+            # A quantized map keeps its scales beside its weight.
+            return any(name.startswith(f"{module}.weight.") for module in self._modules) or (
+                name.endswith((".SCB", ".weight_format")) and name.rpartition(".")[0] in self._modules
+            )
+        dtype, totals = self.sums[name]
+        if not totals or checksum(tensor) is None or tensor.dtype.itemsize == 1:
+            # Frozen weights that are offloaded or quantized cannot be compared, nor have they trained.
+            return True
+        if tensor.dtype in totals:
+            return checksum(tensor) == totals[tensor.dtype]
+        # A wider type holds the base's values as they are, unless they have changed.
+        narrowed = tensor.to(dtype)
+        return checksum(narrowed) == totals[dtype] and checksum(narrowed.to(tensor.dtype)) == checksum(tensor)
+
+
+def remember_base(model: nn.Module, record: BaseRecord | None) -> None:
+    """Keep a record with a model, or forget the one that it has."""
+    backbone = getattr(model, "model", model)
+    backbone.__dict__[_RECORD_of_base_weights] = record
+
+
+def base_record(model: nn.Module) -> BaseRecord | None:
+    """The record that is kept with a model, or with the model that it is the backbone of."""
+    return getattr(model, "model", model).__dict__.get(_RECORD_of_base_weights)
+
+
+def stored_weights(name: str | os.PathLike, variant: str | None = None, **download: Any) -> dict[str, Tensor]:
+    """The weights in a checkpoint's own files, in one file or several."""
+    one, several = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
+    if variant is not None:
+        one, several = (f"{stem}.{variant}.{end}" for stem, _, end in (n.rpartition(".") for n in (one, several)))
+    file = cached_file(name, one, _raise_exceptions_for_missing_entries=False, **download)
+    if file is not None:
+        return load_file(file)
+    index = cached_file(name, several, **download)
+    files, _ = get_checkpoint_shard_files(name, index, **download)
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
+
+
+def load_bases(
+    config: PreTrainedConfig,
+    entries: Mapping[str, dict[str, str | None]],
+    places: Mapping[str, str | os.PathLike | None],
+    checkpoint: str | os.PathLike,
+    download: dict[str, Any],
+) -> dict[str, dict[str, Tensor]]:
+    """Fetch the bases that a light checkpoint names, and check that they are the ones."""
+    found = {}
+    for base, entry in entries.items():
+        argument = "base_model" if base == DECODER_BASE else "encoder_base_model"
+        place = places.get(base) or entry["repo_id"]
+        shown = f"{entry['repo_id']}, revision {entry['revision']}" if entry["repo_id"] else "a folder without a name"
+        advice = f"point to a copy of it with from_pretrained(..., {argument}=FOLDER)"
+        fetching = f"context_compressors.pretrained_base({str(place)!r})"
+        if place is None:
+            raise OSError(f"{checkpoint} leaves out the weights of its {base}'s base model, {shown}: {advice}")
+        kept = None if entry.get("subfolder") else cached_base(place)
+        inside = {}
+        if kept is not None:
+            place = kept
+        elif not places.get(base):
+            fields = {field: entry[field] for field in _PLACE_FIELDS if entry.get(field)}
+            inside = {"revision": entry["revision"] or "main", **fields}
+        wanted = config.decoder_config if base == DECODER_BASE else config.encoder_config
+        try:
+            model = load_base(base, place, wanted, {**download, **inside})
+        except OSError as error:
+            raise OSError(
+                f"{checkpoint} leaves out the weights of its {base}'s base model, {shown}, and {place} could not be "
+                f"loaded: download it, where a network is, with {fetching}, which keeps it on this machine, let the "
+                f"Hub be reached, or {advice} ({error})"
+            ) from error
+        _check_base(model, place, wanted, entry, shown)
+        found[base] = base_tensors(model)
+    return found
+
+
+def load_base(
+    base: str, place: str | os.PathLike, wanted: PreTrainedConfig | None, loading: dict[str, Any]
+) -> PreTrainedModel:
+    """A base in the type that it is stored in: fingerprints are taken from those values."""
+    loading = {**loading, **gguf_arguments(loading.get("gguf_file"))}
+    if base == DECODER_BASE:
+        return AutoModelForCausalLM.from_pretrained(place, dtype="auto", **loading)
+    # An encoder may be a base's first layers, which its configuration says.
+    return AutoModel.from_pretrained(place, config=wanted, dtype="auto", **loading)
+
+
+def _check_base(
+    model: PreTrainedModel,
+    place: str | os.PathLike,
+    wanted: PreTrainedConfig,
+    entry: dict[str, Any],
+    shown: str,
+) -> None:
+    # The vocabulary may have been resized since; the fingerprint is of the base with its own.
+    for field in ("model_type", "hidden_size", "num_hidden_layers"):
+        found, expected = getattr(model.config, field, None), getattr(wanted, field, None)
+        if found != expected:
+            raise ValueError(f"{place} has {field} {found}, and the base model ({shown}) has {expected}")
+    dtype, sums = getattr(torch, entry["dtype"]), entry.get("weights")
+    # Checkpoints of earlier versions have sums of a few weights, and a `sample` of matrices alone, or none.
+    if sums is None:
+        found, expected = fingerprint(model, dtype), entry["fingerprint"]
+    else:
+        found, expected = all_weights(model, dtype), sums[entry["dtype"]]
+    recorded, of_kinds = entry.get("samples") or entry.get("sample"), bool(entry.get("samples"))
+    error, name = rounding(model, recorded, dtype, of_kinds) if recorded else (0.0, None)
+    if found == expected and error == 0:
+        return
+    if sums is not None:
+        casts = [kind for kind in _narrower(dtype) if all_weights(model, kind) == sums[_name(kind)]]
+        cast = next((kind for kind in casts if _holds_only(model, kind)), None)
+        name = None if name in [cast_name(kind) for kind in _narrower(dtype)] else name
+        name = name if cast is None else cast_name(cast)
+    elif error == 0 and model.dtype == torch.float16 != dtype:
+        # By such a cast only the smallest values may change.
+        name = cast_name(model.dtype)
+    if name is None:
+        raise ValueError(
+            f"{place} is not the base model ({shown}): it has other weights, sum {found}, expected {expected}. Some "
+            f"were compared: they are {error:.2%} off, which neither a cast nor a rounding explains; a fine-tuned "
+            "base is another model"
+        )
+    hint = "" if name.startswith("a cast") else ", from which a fine-tuned model that is as near cannot be told"
+    logger_of_base_weights.warning(
+        f"{place} is nearly the base model ({shown}): its weights are {error:.2%} off, as after {name}{hint}. The "
+        "compressor works on them, perhaps slightly worse than on those that it was trained on"
+    )
+
+
+def _holds_only(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+    return all(parameter.to(dtype).to(parameter.dtype).equal(parameter) for parameter in model.parameters())
+
+
+def merge(
+    skeleton: PreTrainedModel,
+    bases: Mapping[str, Mapping[str, Tensor]],
+    stored: Mapping[str, Tensor],
+    checkpoint: str | os.PathLike,
+) -> tuple[dict[str, Tensor], set[str]]:
+    """All weights of a compressor: what its checkpoint stores, and for the rest the bases' own."""
+    own = {own_name(name): tensor for name, tensor in stored.items()}
+    merged, of_the_base = {}, set()
+    # A tied head is the embedding table, whichever of the two places that comes from.
+    tied = skeleton.all_tied_weights_keys
+    for name, wanted in skeleton.state_dict().items():
+        source = base_name(name)
+        if own_name(name) in own:
+            merged[name] = own.pop(own_name(name))
+        elif name not in tied and source is not None:
+            # An encoder that is no other model is the decoder's base once more.
+            tensor = bases.get(source[0], bases[DECODER_BASE]).get(source[1])
+            if tensor is None or tensor.shape != wanted.shape:
+                shape = None if tensor is None else tuple(tensor.shape)
+                raise ValueError(
+                    f"{checkpoint} takes {source[1]} of shape {tuple(wanted.shape)} from its base, which has {shape}"
+                )
+            # Loading puts these very tensors into the model: encoder and decoder must not share one.
+            merged[name] = tensor if source[0] in bases else tensor.clone()
+            of_the_base.add(name)
+    of_the_base |= {name for name, other in tied.items() if other in of_the_base}
+    return {**merged, **own}, of_the_base
+
+
+def check_base(language_model: PreTrainedModel) -> None:
+    """Refuse a base that a compressor cannot hold whole: what it lacked would silently change its output."""
+    name = type(language_model).__name__
+    devices = {str(tensor.device) for tensor in language_model.state_dict().values()}
+    if len(devices) > 1 or "meta" in devices:
+        raise ValueError(
+            f"`from_base` needs the whole base on one device, `device_map` put it on {sorted(devices)} (meta is "
+            "offloaded); save the compressor and load it with `from_pretrained(..., device_map=...)` instead"
+        )
+    if getattr(language_model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            "the base is quantized: start from the unquantized one, save the compressor, and quantize it with "
+            "`from_pretrained(..., quantization_config=...)`"
+        )
+    if getattr(language_model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(f"the LM head of {name} has a bias, which compressors do not support")
+    for field in ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_soft_cap"):
+        if getattr(language_model.config, field, None) not in (None, 1, 1.0):
+            raise ValueError(f"{name} scales or caps its logits (`{field}`), which compressors do not support")
+
+
+def share_weights(target: PreTrainedModel, source: nn.Module, copied: bool = False) -> None:
+    """Put the parameters and buffers of `source` into `target`, whose linear maps may be inside LoRA layers."""
+    modules = dict(target.named_modules())
+    num_layers = target.config.num_hidden_layers
+    for path, module in source.named_modules():
+        layer = re.match(r"layers\.(\d+)(\.|$)", path)
+        if layer and int(layer[1]) >= num_layers:
+            continue
+        if path not in modules:
+            raise ValueError(f"the base has {path!r}, which the model of `encoder_config` lacks: take the base's own")
+        # A LoRA layer keeps the map that it adapts in `base_layer`.
+        destination: Any = getattr(modules[path], "base_layer", modules[path])
+        for name, parameter in module._parameters.items():
+            wanted = destination._parameters.get(name)
+            if parameter is not None and (wanted is None or wanted.shape != parameter.shape):
+                shape = None if wanted is None else tuple(wanted.shape)
+                raise ValueError(
+                    f"{path}.{name} is {tuple(parameter.shape)} in the base and {shape} in the model of "
+                    "`encoder_config`: take the base's own"
+                )
+            if copied and parameter is not None:
+                parameter = nn.Parameter(parameter.detach().clone())
+            destination._parameters[name] = parameter
+        for name, buffer in module._buffers.items():
+            destination._buffers[name] = buffer.clone() if copied and buffer is not None else buffer
+
+
+# parts/prompting.py
+
+def context_opening(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What a compressor reads in front of a document and its prefix: `context_start_ids`, or what opens the text."""
+    if not config.opens_context:
+        return context_start_ids(tokenizer)
+    return prompt_ids(tokenizer, [""], config.prompt_format).head or [start_token_id(tokenizer)]
+
+
+def document_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, document: str) -> list[int]:
+    """Token ids of a document as the checkpoint was trained to compress it."""
+    return passages_ids(config, tokenizer, [document])[0][0]
+
+
+def decoder_document_ids(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    document: str | Sequence[str],
+    max_tokens: int | None = None,
+) -> list[int]:
+    """Token ids of a document for `full_context_ids`: what opens a text is the prompt's, or a task token follows."""
+    passages = cut_passages(passages_ids(config, tokenizer, [document])[0], max_tokens)
+    opening = 0 if config.task_token_ids else len(context_opening(config, tokenizer))
+    return [token for passage in passages for token in passage[opening:]]
+
+
+def passages_ids(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str | Sequence[str]],
+    most: int | None = None,
+) -> list[list[list[int]]]:
+    """Token ids of each document's passages, each as a document of its own; a text is one passage."""
+    passages = [[document] if isinstance(document, str) else list(document) for document in documents]
+    # Tokenized apart, as in training.
+    start = _document_start(config, tokenizer)
+    end = context_end_ids(tokenizer) if config.is_encoder_decoder else []
+    rows = iter(encode_all(tokenizer, [passage for document in passages for passage in document], most))
+    return [[[*start, *next(rows), *end] for _ in document] for document in passages]
+
+
+def check_max_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None) -> None:
+    """Refuse a limit that leaves nothing of a document behind what stands in front of it, such as BOS."""
+    if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int)):
+        raise TypeError(f"`max_tokens` must be an int, got {max_tokens!r}")
+    least = len(_document_start(config, tokenizer))
+    if max_tokens is not None and max_tokens <= least:
+        raise ValueError(f"`max_tokens` must be above {least}, the tokens that open a document, got {max_tokens}")
+
+
+def _document_start(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return context_opening(config, tokenizer) + prefix_ids(tokenizer, config.context_prefix)
+
+
+def cut_passages(
+    passages: Sequence[Sequence[int]], num_tokens: int | None, keeps_end: bool = False
+) -> list[list[int]]:
+    """As many tokens of a document's passages; passages of which none is left are left out."""
+    left, kept = num_tokens, []
+    for passage in reversed(passages) if keeps_end else passages:
+        if left is not None:
+            passage = passage[max(0, len(passage) - left) :] if keeps_end else passage[:left]
+            left -= len(passage)
+        kept += [list(passage)] if passage else []
+    return kept[::-1] if keeps_end else kept
+
+
+def question_ids(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, question: str, prompt: str | None = None
+) -> list[int]:
+    """Token ids that stand between a memory and the answer."""
+    head, tail = _around_document(config, tokenizer, question, prompt)
+    return tail if config.opens_context else [*head, *tail]
+
+
+def full_context_ids(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    document_ids: Sequence[int],
+    question: str,
+    prompt: str | None = None,
+) -> list[int]:
+    """Token ids of a question behind the whole document, as a checkpoint's decoder reads it without a memory."""
+    head, tail = _around_document(config, tokenizer, question, prompt)
+    return _with_document(config, tokenizer, head, document_ids, tail)
+
+
+def _with_document(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    head: Sequence[int],
+    document_ids: Sequence[int],
+    tail: Sequence[int],
+) -> list[int]:
+    if config.continuation_token_id is not None:
+        # As the collator has it in training: the task token stands behind the document.
+        return [*document_ids, *head, *tail]
+    return [*(head or [start_token_id(tokenizer)]), *document_ids, *tail]
+
+
+def _around_document(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, question: str, prompt: str | None
+) -> tuple[list[int], list[int]]:
+    """What stands in front of a document or its slots, and behind it."""
+    prompt = config.question_prompt if prompt is None else prompt
+    if not isinstance(prompt, str):
+        raise TypeError(f"`prompt` must be a text with {{question}} in it, got {prompt!r}")
+    if prompt.count("{question}") != 1:
+        raise ValueError(f"`prompt` must hold {{question}} exactly once, got {prompt!r}")
+    # str.format would trip over braces inside the question.
+    ids = prompt_ids(tokenizer, [prompt.replace("{question}", question)], config.prompt_format)
+    return start_ids(config, tokenizer, ids.head), ids.turns[0]
+
+
+def start_ids(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, head: Sequence[int], task: str = "continuation"
+) -> list[int]:
+    """What a text behind slots starts with: the method's task token, or else the template's opening in a chat and
+    elsewhere BOS, or nothing where `config.bos_before_text` is false."""
+    token = config.reconstruction_token_id if task == "reconstruction" else config.continuation_token_id
+    if token is not None:
+        has_bos = config.bos_before_task_token and not head
+        return [*[start_token_id(tokenizer)][:has_bos], token, *head]
+    return list(head) or [start_token_id(tokenizer)][: config.bos_before_text]
+
+
+def message_ids(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: str | Sequence[Mapping[str, str]],
+    document_ids: Sequence[int] | None = None,
+) -> list[int]:
+    """Token ids of a conversation behind a memory, or behind a whole document."""
+    if not isinstance(messages, str):
+        messages = list(messages)
+        for message in messages:
+            texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"a message must be a mapping with the texts `role` and `content`, got {message!r}")
+        if len(messages) == 1 and messages[0]["role"] == "user":
+            messages = messages[0]["content"]
+    if isinstance(messages, str):
+        plain = kept_text_tokenizer(tokenizer) if config.task_token_ids else tokenizer
+        if document_ids is not None:
+            return full_context_ids(config, plain, document_ids, messages)
+        return question_ids(config, plain, messages)
+    if not messages:
+        raise ValueError("`messages` is empty: give a question, or messages with `role` and `content`")
+    if messages[-1]["role"] != "user":
+        raise ValueError(f"the last of `messages` must be the user's, who asks, got {messages[-1]!r}")
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"the tokenizer has no chat template for {len(messages)} messages: give one question, as text"
+        )
+    if config.prompt_format == "chat":
+        chat = chat_ids(tokenizer, messages)
+        if document_ids is not None:
+            head = start_ids(config, tokenizer, chat.head)
+            return _with_document(config, tokenizer, head, document_ids, chat.turns[0])
+        if not config.opens_context:
+            return [*start_ids(config, tokenizer, chat.head), *chat.turns[0]]
+        if chat.head != prompt_ids(tokenizer, [""], "chat").head:
+            raise ValueError(
+                "the memory holds the opening of the chat, which is the template's own: leave out what `messages` say "
+                "before the user"
+            )
+        return chat.turns[0]
+    ids = template_ids(tokenizer, messages)
+    start = [] if config.continuation_token_id is None else [config.continuation_token_id]
+    if document_ids is None and not start:
+        return ids
+    # A task token takes the place of BOS, and a document stands behind it.
+    ids = ids[1:] if ids[0] == tokenizer.bos_token_id else ids
+    return [*start, *ids] if document_ids is None else _with_document(config, tokenizer, start, document_ids, ids)
+
+
+# memory/headwise_pairs.py
+
+# It stands for itself and all above; a byte holds no more.
+_MOST_RATIO = torch.iinfo(torch.uint8).max
+
+
+@dataclass
+class HeadwisePairs:
+    """What stays of contexts where heads keep unlike numbers of pairs.
+
+    Args:
+        key_values: for each layer keys and values `(batch_size, num_heads, num_slots, head_dim)`.
+        head_ids: `(batch_size, num_slots, num_layers * num_heads)`, see `CompressedContext`.
+        coarsest_ratios: same shape, likewise.
+    """
+
+    key_values: KeyValues
+    head_ids: Tensor
+    coarsest_ratios: Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        batch_size: int,
+        num_slots: int,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> HeadwisePairs:
+        """Room for pairs, filled with anything.
+
+        Args:
+            batch_size, num_slots: how many.
+            shape: `(num_layers, num_heads, head_dim)`.
+            dtype: of keys and values.
+            device: where.
+        """
+        layers, heads, head_dim = shape
+        of_pairs = (batch_size, num_slots, layers * heads)
+        size = (batch_size, heads, num_slots, head_dim)
+        states = [torch.empty(size, dtype=dtype, device=device) for _ in range(2 * layers)]
+        return cls(
+            tuple(zip(states[::2], states[1::2], strict=True)),
+            torch.empty(of_pairs, dtype=torch.int16, device=device),
+            torch.empty(of_pairs, dtype=torch.uint8, device=device),
+        )
+
+    def put(self, rows: Sequence[int], part: HeadwisePairs) -> None:
+        """Write rows into it, which may have fewer slots."""
+        for whole, tensor in zip(self._tensors(), part._tensors(), strict=True):
+            dim = 1 if whole.dim() == 3 else 2
+            whole.narrow(dim, 0, tensor.shape[dim])[rows] = tensor
+
+    def _tensors(self) -> list[Tensor]:
+        return [*chain.from_iterable(self.key_values), self.head_ids, self.coarsest_ratios]
+
+
+def coarsest_ratios(scores: Tensor, mask: Tensor) -> Tensor:
+    """The coarsest ratio at which each pair is one of the ceil(n / r) * num_heads highest of its row."""
+    # In the slot that the rank k falls into, q = k // num_heads: ceil(n / r) > q, which is r <= (n - 1) / q.
+    slots = _ranks(scores, mask) // scores.shape[1]
+    ratios = (mask.long().sum(dim=1) - 1)[:, None, None] // slots.clamp(min=1)
+    return ratios.where(slots > 0, _MOST_RATIO).clamp(min=0, max=_MOST_RATIO).to(torch.uint8)
+
+
+def _ranks(scores: Tensor, mask: Tensor) -> Tensor:
+    """The place of each pair in the order of the scores of its row, from 0 on."""
+    together = scores.masked_fill(mask[:, None] == 0, -torch.inf).flatten(1)
+    order = together.argsort(dim=1, descending=True, stable=True)
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, places).view_as(scores)
+
+
+def coarser_memory(memory: Any, ratio: int) -> Any:
+    """See `CompressedContext.at_ratio`. That file imports this one, so that this one cannot name the class."""
+    if isinstance(ratio, bool) or not isinstance(ratio, int):
+        raise TypeError(f"`ratio` must be an int, got {ratio!r}")
+    # Of a joined memory whose parts have ratios of their own, some may be finer than what they come to together.
+    is_nested = memory.coarsest_ratios is not None and not isinstance(memory.ratio, int)
+    if not is_nested and bool((torch.as_tensor(memory.ratio) == ratio).all()):
+        return memory
+    _check_ratio(memory, ratio)
+    # Slots of one chunk have one position.
+    places = memory.position_ids
+    chunks = (places.diff(dim=1, prepend=places[:, :1]) != 0).cumsum(dim=1)
+    is_kept = ((memory.coarsest_ratios >= ratio) & memory.attention_mask[:, :, None].bool()).mT
+    counts = is_kept.sum(dim=(1, 2)) // is_kept.shape[1]
+    num_slots = int(counts.max()) if len(memory) else 0
+    is_real = torch.arange(num_slots, device=memory.device) < counts[:, None]
+    chosen = _chosen(is_kept, chunks, is_real)
+    # Of a joined memory parts may be coarser already.
+    tokens = memory.num_context_tokens
+    reached = (tokens + counts - 1) // counts.clamp(min=1)
+    return replace(
+        memory,
+        key_values=_taken(memory.key_values, chosen, is_real),
+        scales=None if memory.scales is None else _taken(memory.scales, chosen, is_real),
+        head_ids=_shaped(_at(memory.head_ids.mT, chosen), is_real),
+        coarsest_ratios=_shaped(_at(memory.coarsest_ratios.mT, chosen), is_real),
+        attention_mask=is_real.long(),
+        position_ids=places.gather(1, chosen[:, 0] % max(1, places.shape[1])) * is_real,
+        ratio=reached.clamp(min=ratio) if bool((reached > ratio).any()) else ratio,
+        check=False,
+    )
+
+
+def _check_ratio(memory: Any, ratio: int) -> None:
+    finest = int(torch.as_tensor(memory.ratio).max()) if len(memory) else 1
+    if memory.coarsest_ratios is None:
+        raise ValueError(
+            f"`ratio` must be {torch.as_tensor(memory.ratio).tolist()}, the memory's own, got {ratio}: what a "
+            "coarser one keeps is known of memories of ranked key/values, and of KVzip with shared budgets; compress "
+            "the context at that ratio"
+        )
+    if not finest <= ratio <= _MOST_RATIO:
+        raise ValueError(f"`ratio` must be from {finest}, the memory's own, to {_MOST_RATIO}, got {ratio}")
+
+
+def _chosen(is_kept: Tensor, chunks: Tensor, is_real: Tensor) -> Tensor:
+    """Which pair stands in each place of a memory: chunk by chunk, there head by head."""
+    _, num_heads, num_places = is_kept.shape
+    # What is dropped stands behind all.
+    chunks = chunks[:, None].where(is_kept, num_places).flatten(1)
+    order = chunks.argsort(dim=1, stable=True)
+    # Of each slot the chunk, and its first slot and the end of its slots.
+    chunks = chunks.gather(1, order)[:, ::num_heads][:, : is_real.shape[1]].contiguous()
+    first, end = (torch.searchsorted(chunks, chunks, right=is_end)[:, None] for is_end in (False, True))
+    slots = torch.arange(is_real.shape[1], device=order.device)
+    heads = torch.arange(num_heads, device=order.device)[:, None]
+    ranks = first * num_heads + heads * (end - first) + slots - first
+    return order.gather(1, ranks.where(is_real[:, None], 0).flatten(1)).view_as(ranks)
+
+
+def _taken(key_values: KeyValues, chosen: Tensor, is_real: Tensor) -> KeyValues:
+    """The chosen pairs in the shape of a memory."""
+    layers, heads = len(key_values), key_values[0][0].shape[1]
+
+    def taken(side: int) -> Sequence[Tensor]:
+        states = torch.stack([pair[side] for pair in key_values], dim=1).flatten(1, 3)
+        states = take_places(states, chosen.flatten(1)).unflatten(1, (layers, heads, is_real.shape[1]))
+        return states.masked_fill(~is_real[:, None, None, :, None], 0).unbind(1)
+
+    return tuple(zip(taken(0), taken(1), strict=True))
+
+
+def _at(of_pairs: Tensor, chosen: Tensor) -> Tensor:
+    """Of the chosen pairs what is said of all, `(batch_size, num_heads, num_places)`."""
+    return of_pairs.flatten(1).gather(1, chosen.flatten(1)).view_as(chosen)
+
+
+def _shaped(of_chosen: Tensor, is_real: Tensor) -> Tensor:
+    """As a memory has it, `(batch_size, num_slots, num_heads)`, zeros at padding slots."""
+    return of_chosen.mT.masked_fill(~is_real[:, :, None], 0)
+
+
+# memory/memory_file.py
+
+FORMAT = "context-compressors memory"
+# 2: blocks of quantised memories are rotated.
+FORMAT_VERSION = "2"
+# A hundred times what a memory of the deepest models needs.
+_MAX_HEADER_BYTES = 4 << 20
+_ZERO_DIGEST = "0" * 64
+_DIGEST_FIELD = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+# Fields that are tensors, those of every memory and those of some.
+_ALWAYS = ("attention_mask", "position_ids", "num_context_tokens")
+_SOMETIMES = ("embeddings", "scales", "inverse_frequencies", "question_fingerprints", *PAIR_FIELDS)
+
+
+def file_parts(memory: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a `CompressedContext`, as [`write_memory_file`] takes them."""
+    metadata = {"model_id": memory.model_id, "position_layout": memory.position_layout, "carrier": memory.carrier}
+    if not isinstance(memory.ratio, Tensor):
+        metadata["ratio"] = str(memory.ratio)
+    tensors = {name: getattr(memory, name) for name in (*_ALWAYS, *_SOMETIMES, "ratio")}
+    if memory.key_values is not None:
+        metadata["num_layers"] = str(len(memory.key_values))
+        for name, pairs in (("", memory.key_values), ("scales.", memory.scales or ())):
+            for layer, (keys, values) in enumerate(pairs):
+                tensors[f"{name}layers.{layer}.keys"], tensors[f"{name}layers.{layer}.values"] = keys, values
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}, metadata
+
+
+def fields_of_file(tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict[str, Any]:
+    """The fields of the `CompressedContext` that [`file_parts`] took apart."""
+    fields: dict[str, Any] = {name: tensors.get(name) for name in _SOMETIMES}
+    fields |= {name: tensors[name] for name in _ALWAYS}
+    if metadata["carrier"] == "key_values":
+        layers = range(int(metadata["num_layers"]))
+        for name, prefix in (("key_values", ""), ("scales", "scales.")):
+            if name == "key_values" or "scales.layers.0.keys" in tensors:
+                names = ((f"{prefix}layers.{i}.keys", f"{prefix}layers.{i}.values") for i in layers)
+                # The first missing layer ends this, however many a header names.
+                fields[name] = tuple((tensors[keys], tensors[values]) for keys, values in names)
+    fields["ratio"] = tensors["ratio"] if "ratio" in tensors else int(metadata["ratio"])
+    return {**fields, "model_id": metadata["model_id"], "position_layout": metadata["position_layout"]}
+
+
+def write_memory_file(path: str | os.PathLike, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write tensors and metadata to a safetensors file at once or not at all."""
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    _check_is_file(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Copies: safetensors refuses tensors that share storage, as keys and values cut from one tensor do.
+    tensors = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }
+    header = {**metadata, "format": FORMAT, "format_version": FORMAT_VERSION, "sha256": _ZERO_DIGEST}
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        # safetensors makes a file that its owner alone can read; this one follows the process's own rule (umask).
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        save_file(tensors, temporary, metadata=header)
+        temporary.chmod(mode)
+        with open(temporary, "r+b") as file:
+            header_bytes = _in_order(_read_header(file, path))
+            file.seek(8)
+            file.write(header_bytes)
+            match = next(_DIGEST_FIELD.finditer(header_bytes))
+            digest = _file_digest(file, header_bytes, match)
+            file.seek(8 + match.start(1))
+            file.write(digest.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _in_order(header_bytes: bytes) -> bytes:
+    """The header with its metadata in order, which safetensors leaves to chance: equal memories are equal files."""
+    header = json.loads(header_bytes)
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(len(header_bytes))
+
+
+def read_memory_file(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read a file of `write_memory_file` after checking every byte of it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = Path(path)
+    _check_is_file(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no memory file {path}")
+    with open(path, "rb") as file:
+        header_bytes = _read_header(file, path)
+        metadata = _checked_header(header_bytes, path)
+        matches = list(_DIGEST_FIELD.finditer(header_bytes))
+        if len(matches) != 1 or _file_digest(file, header_bytes, matches[0]) != matches[0][1].decode():
+            raise ValueError(f"{path} was altered: its bytes do not fit the checksum in it")
+    if metadata["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format version {metadata['format_version']}, this code reads version {FORMAT_VERSION}"
+        )
+    try:
+        return load_file(path), metadata
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        # Whoever alters a file may put the right checksum in it.
+        raise ValueError(f"{path} is not a memory file: {error}") from error
+
+
+def _check_is_file(path: Path) -> None:
+    """Refuse what exists and is no file: a pipe would be waited for."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, not a memory file")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is a pipe, a device or the like, not a memory file")
+
+
+def _read_header(file: BinaryIO, path: Path) -> bytes:
+    """The JSON header: a safetensors file starts with its length in eight bytes, little end first."""
+    file_size = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    header_size = int.from_bytes(file.read(8), "little")
+    if file_size < 8 or header_size > file_size - 8:
+        raise ValueError(f"{path} is truncated or not a memory file: its header does not fit in {file_size} bytes")
+    if header_size > _MAX_HEADER_BYTES:
+        raise ValueError(f"{path} is not a memory file: its header has {header_size} bytes, over {_MAX_HEADER_BYTES}")
+    return file.read(header_size)
+
+
+def _checked_header(header_bytes: bytes, path: Path) -> dict[str, str]:
+    try:
+        header = json.loads(header_bytes)
+        metadata = header.pop("__metadata__")
+        is_ours = metadata["format"] == FORMAT and {"format_version", "sha256"} <= metadata.keys()
+        data_size = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise ValueError(f"{path} is not a memory file, or its header was altered") from error
+    if not is_ours:
+        raise ValueError(f"{path} is not a memory file: its format is {metadata['format']!r}, expected {FORMAT!r}")
+    file_size, whole_size = path.stat().st_size, 8 + len(header_bytes) + data_size
+    if file_size < whole_size:
+        raise ValueError(f"{path} is truncated: it has {file_size} of {whole_size} bytes")
+    return metadata
+
+
+def _file_digest(file: BinaryIO, header_bytes: bytes, match: re.Match) -> str:
+    """SHA-256 of the whole file with zeros where the digest stands."""
+    file.seek(0)
+    digest = hashlib.sha256(file.read(8))
+    digest.update(header_bytes[: match.start(1)] + _ZERO_DIGEST.encode() + header_bytes[match.end(1) :])
+    file.seek(8 + len(header_bytes))
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+# memory/memory_validation.py
+
+_INTEGER_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def is_memory(value: Any) -> bool:
+    """Whether it is a `CompressedContext`: this package's, or that of a model which brings its own code."""
+    return any(kind.__name__ == "CompressedContext" for kind in type(value).__mro__)
+
+
+def check_memory_fields(memory: Any, finite: bool = False) -> None:
+    """Check types, shapes and values of a memory's fields."""
+    if (memory.embeddings is None) == (memory.key_values is None):
+        raise ValueError("a CompressedContext holds either embeddings or key_values, exactly one of them")
+    carrier_shape = _carrier_of_embeddings(memory) if memory.key_values is None else _carrier_of_key_values(memory)
+    _check_integers(memory, "attention_mask", memory.attention_mask, carrier_shape)
+    _check_integers(memory, "position_ids", memory.position_ids, carrier_shape)
+    _check_integers(memory, "num_context_tokens", memory.num_context_tokens, carrier_shape[:1])
+    if memory.question_fingerprints is not None:
+        _check_integers(memory, "question_fingerprints", memory.question_fingerprints, carrier_shape[:1])
+    of_pairs = {name: getattr(memory, name) for name in PAIR_FIELDS if getattr(memory, name) is not None}
+    _check_of_pairs(memory, of_pairs, carrier_shape)
+    if isinstance(memory.ratio, Tensor):
+        _check_integers(memory, "ratio", memory.ratio, carrier_shape[:1])
+    elif isinstance(memory.ratio, bool) or not isinstance(memory.ratio, int):
+        raise TypeError(f"ratio must be an int or a LongTensor with one value for each row, got {memory.ratio!r}")
+    elif memory.ratio < 1:
+        raise ValueError(f"ratio must be 1 or more, got {memory.ratio}")
+    if not isinstance(memory.model_id, str):
+        raise TypeError(f"model_id must be a string, got {memory.model_id!r}")
+    if memory.position_layout not in POSITION_LAYOUTS_of_position_layout:
+        raise ValueError(
+            f"position_layout must be one of {', '.join(POSITION_LAYOUTS_of_position_layout)}, got {memory.position_layout!r}"
+        )
+    integers = [memory.attention_mask, memory.position_ids, memory.num_context_tokens]
+    integers += [memory.ratio] if isinstance(memory.ratio, Tensor) else []
+    integers += of_pairs.values()
+    _check_scales(memory)
+    devices = {tensor.device for tensor in carrier_tensors(memory) + scale_tensors(memory) + integers}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
+    if not memory.attention_mask.is_meta:
+        refuse_values(memory, torch.stack(value_flags(memory, finite)).tolist())
+
+
+def _carrier_of_embeddings(memory: Any) -> tuple[int, int]:
+    _check_carrier_tensor(memory, "embeddings", memory.embeddings, "(batch_size, num_slots, hidden_size)")
+    if memory.inverse_frequencies is not None:
+        raise ValueError("inverse_frequencies belong to key_values, embeddings have none")
+    return tuple(memory.embeddings.shape[:2])
+
+
+def _carrier_of_key_values(memory: Any) -> tuple[int, int]:
+    layers = memory.key_values
+    if not isinstance(layers, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in layers):
+        raise TypeError("key_values must be a tuple with one pair of keys and values for each layer")
+    if not layers:
+        raise ValueError("key_values must have at least one layer")
+    for tensor in carrier_tensors(memory):
+        _check_carrier_tensor(memory, "key_values", tensor, "(batch_size, num_key_value_heads, num_slots, head_dim)")
+    widths = {(*tensor.shape[:-1], width_of(tensor)) for tensor in carrier_tensors(memory)}
+    dtypes = {(keys.dtype, values.dtype) for keys, values in layers}
+    if len(widths | dtypes) > 2 or any(keys != dtype_of_keys(values) for keys, values in dtypes):
+        found = sorted(map(str, widths | dtypes))
+        raise ValueError(f"key_values must have one shape and dtype in all layers, got {', '.join(found)}")
+    (batch_size, _, length, _), head_dim = layers[0][0].shape, width_of(layers[0][0])
+    frequencies = memory.inverse_frequencies
+    if frequencies is not None and not (isinstance(frequencies, Tensor) and frequencies.is_floating_point()):
+        kind = getattr(frequencies, "dtype", repr(frequencies))
+        raise TypeError(f"inverse_frequencies must be a floating-point tensor, got {kind}")
+    if frequencies is not None and frequencies.shape != (head_dim / 2,):
+        raise ValueError(
+            f"inverse_frequencies must have shape ({head_dim // 2},), half of the head dimension, "
+            f"got {tuple(frequencies.shape)}"
+        )
+    return batch_size, length
+
+
+def _check_of_pairs(memory: Any, of_pairs: dict[str, Any], carrier_shape: tuple[int, int]) -> None:
+    for name, tensor in of_pairs.items():
+        if memory.key_values is None:
+            raise ValueError(f"{name} belong to key_values, embeddings have none")
+        _check_integers(memory, name, tensor, (*carrier_shape, num_heads_of(memory)))
+    ratios = memory.coarsest_ratios
+    if ratios is not None and memory.head_ids is None:
+        raise ValueError("coarsest_ratios belong to head_ids, which are not given")
+    if ratios is not None and ratios.dtype != torch.uint8:
+        raise TypeError(f"coarsest_ratios must be uint8, got {ratios.dtype}")
+
+
+def num_heads_of(memory: Any) -> int:
+    """Key/value heads in all layers of a memory of key/values."""
+    return len(memory.key_values) * memory.key_values[0][0].shape[1]
+
+
+def _check_integers(memory: Any, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGER_DTYPES:
+        raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(
+            f"{name} must have shape {tuple(shape)} to fit the {memory.carrier}, got {tuple(tensor.shape)}"
+        )
+
+
+def value_flags(memory: Any, finite: bool = False) -> list[Tensor]:
+    """What may be wrong with the values of a memory's fields, without a wait for the device."""
+    mask = memory.attention_mask.long()
+    carrier: list[Tensor] = []
+    if finite:
+        # Integers are.
+        carrier = scale_tensors(memory) if quantization_of(memory.dtype) else carrier_tensors(memory)
+    return [
+        ((mask != 0) & (mask != 1)).any(),
+        (mask[:, 1:] > mask[:, :-1]).any(),
+        (memory.num_context_tokens < 0).any(),
+        ((memory.position_ids < 0) & (mask == 1)).any(),
+        _has_endless_frequencies(memory),
+        (torch.as_tensor(memory.ratio, device=mask.device) < 1).any(),
+        _has_unknown_heads(memory),
+        ~torch.stack([mask.new_ones((), dtype=torch.bool), *(tensor.isfinite().all() for tensor in carrier)]).all(),
+    ]
+
+
+def _has_endless_frequencies(memory: Any) -> Tensor:
+    frequencies = memory.inverse_frequencies
+    if frequencies is None:
+        return memory.attention_mask.new_zeros((), dtype=torch.bool)
+    return (~frequencies.isfinite()).any().to(memory.attention_mask.device)
+
+
+def _has_unknown_heads(memory: Any) -> Tensor:
+    if memory.head_ids is None:
+        return memory.attention_mask.new_zeros((), dtype=torch.bool)
+    return ((memory.head_ids < 0) | (memory.head_ids >= num_heads_of(memory))).any()
+
+
+def refuse_values(memory: Any, flags: Sequence[int]) -> None:
+    """Raise a `ValueError` for the first of [`value_flags`] that is true."""
+    reasons = (
+        "attention_mask must hold ones and zeros",
+        "attention_mask must have the real slots of each row first, the padding slots after them",
+        "num_context_tokens must be zero or more",
+        "position_ids must be zero or more in every real slot",
+        "inverse_frequencies must be finite",
+        "ratio must be 1 or more in every row",
+        "head_ids must be 0 to "
+        f"{num_heads_of(memory) - 1 if memory.head_ids is not None else 0}, the heads of all layers",
+        f"{memory.carrier} must be finite, and hold NaN or infinite values: the model that made them has overflowed, "
+        "or its weights are not finite",
+    )
+    for flag, reason in zip(flags, reasons, strict=True):
+        if flag:
+            raise ValueError(reason)
+
+
+def _check_carrier_tensor(memory: Any, name: str, tensor: Tensor, shape: str) -> None:
+    dtype = getattr(tensor, "dtype", None)
+    if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or quantization_of(tensor.dtype)):
+        raise TypeError(
+            f"{name} must be floating-point tensors, or int8, uint8 or int16 with `scales`, got {dtype or tensor!r}"
+        )
+    if tensor.dim() != shape.count(",") + 1:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if tensor.is_floating_point() != (memory.scales is None):
+        raise TypeError(
+            f"{name} of {dtype} {'have' if memory.scales is None else 'has no'} `scales`: give both, or none"
+        )
+
+
+def _check_scales(memory: Any) -> None:
+    """A quantised carrier needs float16 scales of the right shapes, structured as the carrier is."""
+    if memory.scales is None:
+        return
+    if memory.key_values is None:
+        fits = isinstance(memory.scales, Tensor)
+    else:
+        fits = isinstance(memory.scales, tuple) and len(memory.scales) == len(memory.key_values)
+        fits = fits and all(isinstance(pair, tuple) and len(pair) == 2 for pair in memory.scales)
+    if not fits or not all(isinstance(t, Tensor) and t.dtype == torch.float16 for t in scale_tensors(memory)):
+        raise TypeError("scales must be float16 tensors, one for embeddings, a pair for each layer of key_values")
+    for tensor, scales in zip(carrier_tensors(memory), scale_tensors(memory), strict=True):
+        wanted = (*tensor.shape[:-1], num_blocks(width_of(tensor)))
+        if tuple(scales.shape) != wanted:
+            raise ValueError(f"scales must have shape {wanted} to fit the {memory.carrier}, got {tuple(scales.shape)}")
+
+
+# checkpoint/checkpoint_card.py
+
+_LOADING = """\
+from transformers import {auto_class}, AutoTokenizer
+
+name = "{place}"  # this repository, or a local copy of it
+model = {auto_class}.from_pretrained(name{trust})
+tokenizer = AutoTokenizer.from_pretrained(name)"""
+_GENERATION = """\
+memory = model.compress(**{document_tokenizer}(document, return_tensors="pt"), ratio={ratio})  # once
+memory.save("document.safetensors")  # keep it
+answer = model.generate(**{question}, memory=memory, max_new_tokens=32)"""
+# Where a document is compressed together with its question.
+_WITH_QUESTION = """\
+context = {document_tokenizer}(document, return_tensors="pt").input_ids
+asked = {question}  # the document is compressed together with its question
+answer = model.generate(**asked, context_input_ids=context, ratio={ratio}, max_new_tokens=32)"""
+# The template's tokens stand around the slots: the pipeline puts them there.
+_IN_CHAT = """\
+pipe = model.question_answering(tokenizer)
+memory = pipe.compress(document, ratio={ratio})  # once
+memory.save("document.safetensors")  # keep it
+answer = pipe(question, memory=memory)["answer"]"""
+_IN_CHAT_WITH_QUESTION = """\
+pipe = model.question_answering(tokenizer)
+answer = pipe(question, context=document, ratio={ratio})["answer"]  # the document is compressed with its question"""
+_RETRIEVAL = """\
+options = {{"padding": True, "truncation": True, "max_length": 512, "return_tensors": "pt"}}
+found = model.encode(**tokenizer(documents, **options), ratio={ratio})
+asked = model.encode(**tokenizer(queries, **options), ratio={ratio})
+scores = model.score(*asked.to_tuple(), *found.to_tuple())  # (queries, documents): Chamfer similarity, MaxSim
+best = scores.argmax(dim=1)  # the document that answers each query best"""
+_QUESTION = 'tokenizer(question, return_tensors="pt")'
+# The task token takes BOS's place.
+_QUESTION_BEHIND_TASK_TOKEN = 'tokenizer("[LM]" + question, add_special_tokens=False, return_tensors="pt")'
+
+
+def write_first_card(config: CompressorConfig, folder: str | os.PathLike) -> None:
+    """Write a card without data, scores and limits into `folder`, unless there is one."""
+    from huggingface_hub import ModelCardData
+
+    path = Path(folder) / "README.md"
+    if not path.exists():
+        title = type(config).__name__.removesuffix("Config") + " compressor"
+        metadata = ModelCardData(library_name="transformers", **hub_fields(config))
+        text = card_text(metadata, title, summary_of(config), facts(config), usage(config, "."))
+        path.write_text(text, encoding="utf-8")
+
+
+def card_text(metadata: ModelCardData, title: str, summary: str, facts: Sequence[tuple[str, Any]], *rest: str) -> str:
+    """A card: what the Hub reads at its top, a title, a summary, a table of facts, and further sections."""
+    from huggingface_hub import ModelCard
+
+    table = "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in facts)])
+    text = "\n\n".join([f"# {title}", summary, f"**This checkpoint**\n\n{table}", *rest])
+    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}\n"))
+
+
+def hub_fields(config: CompressorConfig) -> dict[str, Any]:
+    """The fields of a compressor for the Hub: its base and its tags."""
+    # On the Hub the base of a fine-tuned model is the model that it was fine-tuned from.
+    names = (config.parent_model_name_or_path, config.base_model_name_or_path)
+    kind = "late-interaction" if config.auto_class == RETRIEVAL_LOADER else "soft-prompt"
+    return {
+        "base_model": next((name for name in names if is_hub_id(name)), None),
+        "tags": ["context-compression", kind, config.method.replace("_", "-")],
+    }
+
+
+def summary_of(config: CompressorConfig) -> str:
+    """What a compressor is, in a sentence."""
+    method, every = config.method.replace("_", " "), _every(sorted(config.compression_ratios))
+    if config.auto_class == RETRIEVAL_LOADER:
+        return (
+            f"A retrieval model ({method}): queries and documents become one vector for {every}, compared by Chamfer "
+            "similarity (MaxSim)."
+        )
+    base = f" on {public_name(config.base_model_name_or_path)}" if config.base_model_name_or_path else ""
+    of_what = "memory token" if config.num_memory_tokens else "place"
+    kept = f"the keys and values of one {of_what}" if config.carrier == "key_values" else "one vector"
+    return (
+        f"A soft context compressor ({method}){base}: it reads a long context once, keeps {kept} for {every}, and "
+        "answers from those."
+    )
+
+
+def facts(config: CompressorConfig) -> list[tuple[str, Any]]:
+    """What a compressor is, by name; the method's own fields are those of its `card_fields`."""
+    has_decoder = config.auto_class != RETRIEVAL_LOADER
+    decoder = _adapters(config.decoder_adapter)
+    if config.shared_adapter:
+        decoder = "the encoder's adapter" + (f", and {decoder}" if config.decoder_adapter else "")
+    rows = [
+        ("Base model", _base(config)),
+        ("Fine-tuned from", config.parent_model_name_or_path),
+        ("Method", config.method.replace("_", " ")),
+        ("Compression ratios", ", ".join(map(str, sorted(config.compression_ratios)))),
+        ("Default ratio", config.default_ratio if len(config.compression_ratios) > 1 else None),
+        ("Chunk size", f"{config.chunk_size} tokens" if config.chunk_size else "none: the context is read whole"),
+        ("Position layout", config.position_layout),
+        ("Encoder", _adapters(config.encoder_lora)),
+        ("Decoder", decoder if has_decoder else None),
+        ("Learned vectors around each chunk's slots", config.markers_per_chunk or None),
+        *config.card_rows(),
+    ]
+    return [(name, value) for name, value in rows if value is not None]
+
+
+def usage(config: CompressorConfig, place: str) -> str:
+    """The section on a compressor's use, with code that runs."""
+    if config.auto_class == RETRIEVAL_LOADER:
+        code = _RETRIEVAL
+    elif config.prompt_format == "chat":
+        code = _IN_CHAT_WITH_QUESTION if config.compresses_questions else _IN_CHAT
+    else:
+        code = _WITH_QUESTION if config.compresses_questions else _GENERATION
+    code = code.format(
+        document_tokenizer="tokenizer" if config.encoder_tokenizer is None else "model.encoder_tokenizer",
+        question=_QUESTION_BEHIND_TASK_TOKEN if config.task_token_ids else _QUESTION,
+        ratio=config.default_ratio,
+    )
+    needed = " and `peft`" if config.encoder_lora or config.decoder_lora else ""
+    keeps_memories = config.auto_class != RETRIEVAL_LOADER and not config.compresses_questions
+    size = " A memory is far larger than its text: it saves reading, not disk space." if keeps_memories else ""
+    return (
+        f"{usage_section(config.auto_class, place, ', trust_remote_code=True', code)}\n\n"
+        f"It needs `transformers`{needed}. The code of the model is in this repository.{size}"
+    )
+
+
+def usage_section(auto_class: str, place: str, trust: str = "", code: str = "") -> str:
+    """The section on a model's use: how it is loaded, and what follows."""
+    loading = _LOADING.format(auto_class=auto_class, place=place, trust=trust)
+    return "## Use\n\n```python\n" + "\n\n".join(filter(None, [loading, code])) + "\n```"
+
+
+def is_hub_id(name: str | None) -> bool:
+    """Whether a model's name is a repository on the Hub; a folder on somebody's machine means nothing to a reader."""
+    return name is not None and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not os.path.isdir(name)
+
+
+def public_name(name: str) -> str:
+    """A name without where it is on this machine: a Hub id, a path inside the checkout, or a path's last part."""
+    if Path(name).is_absolute() or name.startswith((".", "~")) or ".." in Path(name).parts:
+        return Path(name).expanduser().resolve().name
+    return name.rstrip("/")
+
+
+def _base(config: CompressorConfig) -> str:
+    name = config.base_model_name_or_path
+    if not name:
+        return "none: trained from the start"
+    shown = public_name(name) + (f", revision {config.base_model_revision}" if config.base_model_revision else "")
+    if config.external_weights is None:
+        return shown
+    if is_hub_id(name):
+        return f"{shown}, whose weights are fetched from there"
+    return f"{shown}, whose weights are not in this folder; pass its own as `base_model` when loading"
+
+
+def _every(ratios: Sequence[int]) -> str:
+    """What there is one vector for, in words: "every 2, 4 or 8 tokens", "each token"."""
+    *first, last = map(str, ratios)
+    if not first and last == "1":
+        return "each token"
+    return "every " + (f"{', '.join(first)} or {last}" if first else last) + " tokens"
+
+
+def _adapters(lora: dict[str, Any] | None) -> str:
+    return "no adapters" if lora is None else f"LoRA, rank {lora['rank']}, alpha {lora['alpha']:g}"
+
+
+# checkpoint/light_checkpoints.py
+
+# Of two configurations' sources: what `from_pretrained` fetches a checkpoint's files with.
+_FETCHING = (*DOWNLOAD_ARGUMENTS, "proxies", "revision", "subfolder")
+# Arguments of `from_pretrained` that are also fields of every configuration.
+_NOT_FIELDS = {"dtype", "quantization_config"}
+
+
+def fetching_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments of `from_pretrained` that say where files come from."""
+    return {name: arguments[name] for name in _FETCHING if arguments.get(name) is not None}
+
+
+def load_light(
+    model_class: type[PreTrainedModel],
+    load: Any,
+    name: str | os.PathLike,
+    config: PreTrainedConfig,
+    places: dict[str, str | os.PathLike | None],
+    arguments: dict[str, Any],
+) -> tuple[Any, dict[str, Any]]:
+    """Fetch bases and difference, and hand both to the library's `from_pretrained` as one checkpoint."""
+    fetching = fetching_arguments(arguments)
+    arguments = {key: value for key, value in arguments.items() if key not in ("config", *_FETCHING)}
+    # All weights are handed over: the library has no file to look for.
+    variant = arguments.pop("variant", None)
+    config = copy.deepcopy(config)
+    for field in set(arguments) & set(config.to_dict()) - _NOT_FIELDS:
+        setattr(config, field, arguments.pop(field))
+    devices = arguments.get("device_map")
+    if isinstance(devices, dict) and "disk" in devices.values():
+        raise ValueError(f"{name} is light, and only whole checkpoints stay on disk: save it with its base first")
+    entries = config.external_weights
+    bases = load_bases(
+        config, entries, places, name, {key: fetching[key] for key in DOWNLOAD_ARGUMENTS if key in fetching}
+    )
+    with torch.device("meta"):
+        skeleton = model_class(copy.deepcopy(config))
+    # Where nothing trains, all weights are the bases'.
+    stored = stored_weights(name, variant, **fetching) if config.is_trained else {}
+    state, of_the_base = merge(skeleton, bases, stored, name)
+    # A state's own type would be that of its first weight, which may be one that trains.
+    dtype = arguments.pop("torch_dtype", None) or arguments.pop("dtype", None)
+    arguments["dtype"] = config.dtype if dtype in (None, "auto") else dtype
+    model, info = load(None, config=config, state_dict=state, output_loading_info=True, **arguments)
+    model.config.name_or_path = model.name_or_path = str(name)
+    if model.can_generate():
+        # A backbone's checkpoint has none.
+        with suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(name, **fetching)
+    own = [(key, tensor) for key, tensor in model.state_dict().items() if key in of_the_base]
+    remember_base(model, BaseRecord(entries, own))
+    name_as_stored(model, lambda: state)
+    return model, info
+
+
+def name_as_stored(model: PreTrainedModel, load_stored: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+    """Keep the fingerprint of the weights as they are stored: a float16 copy has another."""
+    parameters = list(model.parameters())
+    if not any(p.dtype == torch.float16 for p in parameters) or any(p.is_meta for p in parameters):
+        return
+    stored = {own_name(key): tensor for key, tensor in load_stored().items()}
+    backbone = getattr(model, "model", model)
+    backbone._stored_fingerprints = {weights_fingerprint(backbone): weights_fingerprint(backbone, stored=stored)}
+
+
+def link_base(
+    model: PreTrainedModel,
+    base: str | os.PathLike,
+    encoder: str | os.PathLike | None,
+    hub_id: str | None,
+    loading: dict[str, Any],
+) -> None:
+    """Record which weights are a base model's own; arguments and errors as `CompressorPreTrainedModel.link_base`."""
+    _check_base_stays(model)
+    revision = loading.get("revision")
+    if hub_id is None and revision is None:
+        base, hub_id, revision = find_base(base)
+    language_model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", **loading)
+    entries = {DECODER_BASE: base_entry(language_model, base, hub_id, revision, loading)}
+    bases = {DECODER_BASE: base_tensors(language_model)}
+    if encoder is not None:
+        encoder, encoder_id, encoder_revision = find_base(encoder)
+        fetching = {name: loading[name] for name in DOWNLOAD_ARGUMENTS if name in loading}
+        own_encoder = AutoModel.from_pretrained(encoder, config=model.config.encoder_config, dtype="auto", **fetching)
+        entries[ENCODER_BASE] = base_entry(own_encoder, encoder, encoder_id, encoder_revision, fetching)
+        bases[ENCODER_BASE] = base_tensors(own_encoder)
+    same = []
+    for key, tensor in model.state_dict().items():
+        place = base_name(key)
+        source = None if place is None else bases.get(place[0], bases[DECODER_BASE]).get(place[1])
+        if source is not None and source.shape == tensor.shape and source.to(tensor).equal(tensor):
+            same.append((key, tensor))
+    if not same:
+        raise ValueError(f"no weight of this model is one of {base}")
+    model.config.base_model_name_or_path = hub_id or shown_name(base)
+    model.config.base_model_revision = entries[DECODER_BASE]["revision"]
+    remember_base(model, BaseRecord(entries, same))
+
+
+def _check_base_stays(model: PreTrainedModel) -> None:
+    if model.trains_base:
+        raise ValueError(f"{type(model).__name__} trains all of its base: its checkpoints are always whole")
+
+
+def base_to_leave_out(model: PreTrainedModel, include_base: bool | None) -> BaseRecord | None:
+    """What a light checkpoint leaves out; `None` for a whole one."""
+    record = base_record(model)
+    if include_base or (include_base is None and not (record and record.is_on_the_hub)):
+        return None
+    _check_base_stays(model)
+    if record is None:
+        raise ValueError(
+            "nothing tells which weights are the base's: this model was loaded whole, or its adapters are merged; "
+            "name the base with `link_base`, or save it whole"
+        )
+    return record
+
+
+def remember_start(model: PreTrainedModel, name: str | os.PathLike) -> None:
+    """Keep what tells, when the model is saved, whether it has been trained since, and from what."""
+    trains = [(key, parameter) for key, parameter in model.named_parameters() if parameter.requires_grad]
+    # A run that goes on from its own checkpoint has the parent that it had. The folder may be gone when it is saved.
+    parent = None if (Path(name) / "trainer_state.json").is_file() else shown_name(name)
+    model.__dict__["_start"] = (parent, {key: checksum(parameter) for key, parameter in trains})
+
+
+def note_parent(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> None:
+    """Name the checkpoint that the model was loaded from as its parent, if it has been trained since."""
+    parent, sums = model.__dict__.get("_start", (None, {}))
+    if parent is not None and any(key in state and checksum(state[key]) != total for key, total in sums.items()):
+        model.config.parent_model_name_or_path = parent
+
+
+@contextmanager
+def without_quantizer(model: Any) -> Iterator[None]:
+    """Save what is not quantized as if nothing were: the library would ask the quantizer for the weights instead."""
+    quantizer, settings = model.__dict__.pop("hf_quantizer", None), getattr(model.config, "quantization_config", None)
+    if settings is not None:
+        del model.config.quantization_config
+    try:
+        yield
+    finally:
+        if quantizer is not None:
+            model.hf_quantizer = quantizer
+        if settings is not None:
+            model.config.quantization_config = settings
+
+
+# memory/memory_concatenation.py
+
+# A CompressedContext. Its file imports this one, so this one cannot name the class.
+Memory = Any
+
+
+def concatenate_memories(given: Iterable[Memory]) -> Memory:
+    """See `CompressedContext.concatenate`."""
+    memories = _in_one_form(_listed("concatenate", given), keeps_keys=False)
+    _check_fit("concatenated", memories)
+    first = memories[0]
+    if len(memories) == 1:
+        return first
+    mask, order = _packing_order([memory.attention_mask for memory in memories])
+    context_counts = torch.stack([memory.num_context_tokens for memory in memories])
+    offsets = context_counts.cumsum(dim=0) - context_counts
+    is_moved = first.position_layout == "enhanced" or (
+        first.position_layout == "uniform" and first.carrier == "key_values"
+    )
+    if first.carrier == "embeddings" and not is_moved:
+        position_ids = (mask.cumsum(dim=1) - 1) * mask
+    else:
+        ids = [
+            memory.position_ids + offset[:, None] * is_moved for memory, offset in zip(memories, offsets, strict=True)
+        ]
+        position_ids = torch.cat(ids, dim=1).gather(1, order) * mask
+    if first.carrier == "embeddings":
+        names = ["embeddings"] if quantization_of(first.dtype) is None else ["embeddings", "scales"]
+        slots = {name: torch.cat([getattr(memory, name) for memory in memories], dim=1) for name in names}
+        places = order[:, :, None], mask[:, :, None]
+        carrier: dict[str, Any] = {name: _packed(tensor, *places, slot_dim=1) for name, tensor in slots.items()}
+    else:
+        carrier = {"key_values": _packed_key_values(memories, mask, order, offsets if is_moved else None)}
+    is_real = mask[:, :, None].bool()
+    carrier |= _of_pairs(memories, lambda each: torch.cat(each, 1).take_along_dim(order[:, :, None], 1) * is_real)
+    total_tokens = context_counts.sum(dim=0)
+    return replace(
+        first,
+        **carrier,
+        attention_mask=mask,
+        position_ids=position_ids,
+        num_context_tokens=total_tokens,
+        ratio=_common_ratio(memories, total_tokens, mask.sum(dim=1)),
+        maker=_maker(memories),
+    )
+
+
+def stack_memories(given: Iterable[Memory]) -> Memory:
+    """See `CompressedContext.stack`."""
+    memories = _in_one_form(_listed("stack", given), keeps_keys=True)
+    _check_fit("stacked", memories)
+    first = memories[0]
+    if len(memories) == 1:
+        return first
+    length = max(memory.attention_mask.shape[1] for memory in memories)
+    columns: list[list[Tensor]] = [[] for _ in carrier_tensors(first) + scale_tensors(first)]
+    for memory in memories:
+        places = iter(columns)
+
+        def extend(tensor: Tensor, places: Iterator[list[Tensor]] = places) -> Tensor:
+            next(places).append(pad(tensor, (0, 0, 0, length - tensor.shape[-2])))
+            return tensor
+
+        map_carrier(memory, extend)
+    joined = (torch.cat(column) for column in columns)
+    fields = map_carrier(first, lambda tensor: next(joined))
+    for name in ("attention_mask", "position_ids"):
+        rows = [getattr(memory, name) for memory in memories]
+        fields[name] = torch.cat([pad(tensor, (0, length - tensor.shape[1])) for tensor in rows])
+    fields |= _of_pairs(memories, lambda each: torch.cat([pad(t, (0, 0, 0, length - t.shape[1])) for t in each]))
+    for name in ("num_context_tokens", "question_fingerprints"):
+        if getattr(first, name) is not None:
+            fields[name] = torch.cat([getattr(memory, name) for memory in memories])
+    ratios = [memory.ratio for memory in memories]
+    if not all(isinstance(ratio, int) and ratio == ratios[0] for ratio in ratios):
+        each = [torch.as_tensor(memory.ratio, device=first.device).expand(len(memory)) for memory in memories]
+        fields["ratio"] = torch.cat(each)
+    return replace(first, **fields, maker=_maker(memories))
+
+
+def _of_pairs(memories: Sequence[Memory], joined: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor | None]:
+    """The fields with an entry for each pair; nothing where a memory has it not."""
+    found = {name: [getattr(memory, name) for memory in memories] for name in PAIR_FIELDS}
+    return {name: None if any(t is None for t in each) else joined(each) for name, each in found.items()}
+
+
+def _maker(memories: Sequence[Memory]) -> Any:
+    return next((memory.maker for memory in memories if memory.maker is not None), None)
+
+
+def _listed(how: str, memories: Any) -> list[Memory]:
+    is_list = isinstance(memories, Iterable) and not isinstance(memories, Tensor)
+    memories = list(memories) if is_list else [memories]
+    for memory in memories:
+        if not is_list or not is_memory(memory):
+            raise TypeError(f"{how} takes CompressedContext objects, got {type(memory).__name__}")
+    return memories
+
+
+def _in_one_form(memories: Sequence[Memory], keeps_keys: bool) -> Sequence[Memory]:
+    """Memories that are joined without rounding anything again: dequantised where their forms differ."""
+    dtypes = dict.fromkeys(memory.dtype for memory in memories)
+    quantized = [dtype for dtype in dtypes if quantization_of(dtype)]
+    if (
+        not quantized
+        or len(memories) == 1
+        or (len(dtypes) == 1 and (keeps_keys or memories[0].carrier == "embeddings"))
+    ):
+        return memories
+    dtype = next((dtype for dtype in dtypes if dtype not in quantized), torch.float32)
+    return [memory.to(dtype=dtype) if memory.dtype in quantized else memory for memory in memories]
+
+
+def _check_fit(how: str, memories: Sequence[Memory]) -> None:
+    if not memories:
+        raise ValueError(f"{'concatenate' if how == 'concatenated' else 'stack'} needs at least one memory")
+    makers = [memory.maker() for memory in memories if memory.maker is not None and not memory.model_id]
+    # Another thread's twin of a model shares its weights.
+    if len({id(next(maker.parameters())) for maker in makers if maker is not None}) > 1:
+        raise ValueError(f"memories of different models, made in training mode, cannot be {how}")
+    first = memories[0]
+    for memory in memories[1:]:
+        by_row: list[tuple[str, Any, Any]] = [
+            ("batch sizes", first.batch_size, memory.batch_size),
+            ("questions", _questions(first), _questions(memory)),
+        ]
+        if how == "stacked":
+            has_none = (memory.question_fingerprints is None for memory in (first, memory))
+            left, right = ("none" if each else "one for each row" for each in has_none)
+            by_row = [("questions", left, right)]
+        for name, left, right in (
+            ("models", first.model_id, memory.model_id),
+            ("carriers", first.carrier_name, memory.carrier_name),
+            ("position layouts", first.position_layout, memory.position_layout),
+            ("dtypes", first.dtype, memory.dtype),
+            ("kinds of heads", first.head_ids is None, memory.head_ids is None),
+            ("devices", first.device, memory.device),
+            *by_row,
+        ):
+            if left != right:
+                raise ValueError(f"memories of different {name} cannot be {how}: {left} and {right}")
+
+
+def _questions(memory: Memory) -> list[int] | None:
+    fingerprints = memory.question_fingerprints
+    return None if fingerprints is None else fingerprints.tolist()
+
+
+def _packing_order(masks: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The packed mask `(batch_size, num_slots)`, and where each of its slots stands in the joined rows."""
+    joined = torch.cat(masks, dim=1)
+    length = int(joined.sum(dim=1).max()) if joined.numel() else 0
+    order = joined.argsort(dim=1, descending=True, stable=True)[:, :length]
+    return joined.gather(1, order), order
+
+
+def _packed(slots: Tensor, order: Tensor, mask: Tensor, slot_dim: int) -> Tensor:
+    """Slots in their order, zeros at the padding slots."""
+    return slots.take_along_dim(order, dim=slot_dim).masked_fill(mask == 0, 0)
+
+
+def _packed_key_values(
+    memories: Sequence[Memory], mask: Tensor, order: Tensor, offsets: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Keys and values of all layers in packed order, keys moved on by `offsets` `(num_memories, batch_size)`."""
+    frequencies = memories[0].inverse_frequencies
+    if offsets is not None:
+        if any(memory.inverse_frequencies is None for memory in memories):
+            raise ValueError("key/values move to later positions here, which needs inverse_frequencies in each memory")
+        if not all(torch.equal(frequencies.cpu(), memory.inverse_frequencies.cpu()) for memory in memories):
+            raise ValueError("memories of different inverse_frequencies cannot be concatenated")
+    mask, order = mask[:, None, :, None], order[:, None, :, None]
+    packed = []
+    for pairs in zip(*(memory.key_values for memory in memories), strict=True):
+        keys = [pair[0] for pair in pairs]
+        if offsets is not None:
+            keys[1:] = [
+                rotate_keys(later, offset, frequencies) for later, offset in zip(keys[1:], offsets[1:], strict=True)
+            ]
+        values = [pair[1] for pair in pairs]
+        packed.append(
+            (
+                _packed(torch.cat(keys, dim=2), order, mask, slot_dim=2),
+                _packed(torch.cat(values, dim=2), order, mask, slot_dim=2),
+            )
+        )
+    return tuple(packed)
+
+
+def _common_ratio(memories: Sequence[Memory], num_tokens: Tensor, num_slots: Tensor) -> int | Tensor:
+    ratios = [memory.ratio for memory in memories]
+    if all(isinstance(ratio, int) for ratio in ratios) and len(set(ratios)) == 1:
+        return ratios[0]
+    rows = [torch.as_tensor(ratio, device=num_tokens.device).expand_as(num_tokens) for ratio in ratios]
+    if all(torch.equal(rows[0], other) for other in rows[1:]):
+        return rows[0]
+    num_slots = num_slots.clamp(min=1)
+    return ((num_tokens + num_slots - 1) // num_slots).clamp(min=1)
+
+
+# memory/served_memory.py
+
+def check_served_form(carrier: str, position_layout: str) -> None:
+    """Raise `ValueError` if a server of the decoder alone cannot read memories of this form; it says why."""
+    if carrier != "embeddings":
+        raise ValueError(
+            "servers take embeddings only, and memories of this kind are keys and values of every layer: their own "
+            "compressor alone can read them"
+        )
+    if position_layout == "enhanced":
+        raise ValueError(
+            "servers number embeddings 0, 1, 2, ..., and under the position layout 'enhanced' slots stand where their "
+            "tokens stood: only contiguous positions can be served"
+        )
+
+
+def served_slots(memory: Any) -> Tensor:
+    """The slots of a memory of one row, `(num_slots, hidden_size)`, for a server of the decoder alone."""
+    if memory.batch_size != 1:
+        raise ValueError(f"a prompt has one memory, this one has {memory.batch_size} rows: choose with `rows`")
+    check_served_form(memory.carrier, memory.position_layout)
+    memory = memory.dequantize() if memory.quantization else memory
+    check_memory_fields(memory, finite=True)
+    return memory.embeddings[0, memory.attention_mask[0].bool()]
+
+
+def prompt_of(memory: Any, tokenizer: Any, messages: Any, model: Any, encoding: str | None) -> Tensor | str:
+    """See `CompressedContext.to_prompt_embeds`."""
+    if encoding not in (None, "base64"):
+        raise ValueError(f"encoding must be None or 'base64', got {encoding!r}")
+    if messages is not None and tokenizer is None:
+        raise ValueError("a text needs the tokenizer that was saved with the checkpoint, got None")
+    if model is None:
+        model = None if memory.maker is None else memory.maker()
+    if model is None and messages is not None:
+        name = f"; it is {memory.model_id}" if memory.model_id else ""
+        raise ValueError(
+            "a memory holds no embeddings for text, and the compressor that made this one is not known here: "
+            f"name it, to_prompt_embeds(tokenizer, messages, model){name}"
+        )
+    embeds = served_slots(memory) if model is None else model.prompt_embeds(memory, tokenizer, messages)
+    if encoding is None:
+        return embeds
+    file = io.BytesIO()
+    # A copy: `torch.save` writes the whole storage that a slice is taken from.
+    torch.save(embeds.detach().cpu().contiguous().clone(), file)
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+# checkpoint/checkpoints.py
+
+def load_checkpoint(
+    model_class: Any,
+    load: Callable[..., Any],
+    name: str | os.PathLike | None,
+    base_model: str | os.PathLike | None,
+    encoder_base_model: str | os.PathLike | None,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+) -> Any:
+    """A checkpoint's model; arguments, result and errors as `CompressorPreTrainedModel.from_pretrained`."""
+    wants_info = keywords.pop("output_loading_info", False)
+    places = {DECODER_BASE: base_model, ENCODER_BASE: encoder_base_model}
+    adapter, adapter_name = None, keywords.pop("adapter_name", "default")
+    adapter_source: dict[str, Any] = {}
+    if name is not None:
+        adapter, name, adapter_source = adapter_and_model(name, keywords)
+    config = None if name is None else _stored_config(model_class, name, keywords)
+    if name is not None and config is not None and config.external_weights:
+        model, info = load_light(model_class, load, name, config, places, keywords)
+    else:
+        if base_model is not None or encoder_base_model is not None:
+            logger_of_base_weights.warning(f"{name} holds all its weights: the base model that was given is not used")
+        model, info = load(name, *arguments, output_loading_info=True, **keywords)
+        if name is not None:
+            variant = keywords.get("variant")
+            # Other files than safetensors are not looked at.
+            with suppress(OSError):
+                name_as_stored(model, lambda: stored_weights(name, variant, **fetching_arguments(keywords)))
+    started = _started_adapter(model, name, keywords)
+    # The library names no adapters among the missing keys; those that it offloads have no place either.
+    is_whole = getattr(model, "hf_device_map", None) is None
+    unplaced = {key for key, parameter in model.named_parameters() if is_whole and parameter.is_meta}
+    missing = sorted(unplaced.union(info["missing_keys"]) - started)
+    if missing:
+        raise ValueError(
+            f"{name} lacks {len(missing)} weights of {model_class.__name__}, the first is {missing[0]!r}; it was "
+            "saved from another class or is incomplete"
+        )
+    model.apply_trainable_set()
+    if name is not None and model.config.encoder_tokenizer is not None:
+        model.encoder_tokenizer = load_encoder_tokenizer(name, model.config.encoder_tokenizer, keywords)
+        model.base_model.take_from_tokenizer(model.encoder_tokenizer)
+    if name is not None:
+        remember_start(model, name)
+    if adapter is not None and not model._hf_peft_config_loaded:
+        model.load_adapter(adapter, adapter_name, adapter_kwargs=adapter_source)
+    return (model, info) if wants_info else model
+
+
+def _started_adapter(model: Any, name: str | os.PathLike | None, keywords: dict[str, Any]) -> set[str]:
+    """Start the decoder's adapter where the given configuration has one that the stored one has not."""
+    wanted = model.config.decoder_adapter
+    if name is None or wanted is None or not isinstance(keywords.get("config"), PreTrainedConfig):
+        return set()
+    stored = type(model.config).from_pretrained(name, **fetching_arguments(keywords))
+    if stored.decoder_adapter is not None:
+        return set()
+    names = {key for key, _ in model.named_parameters() if OF_THE_DECODER.search(key)}
+    for key in names:
+        path, _, own = key.rpartition(".")
+        # The library leaves what it finds in no file without a place.
+        empty = torch.empty_like(model.get_parameter(key), device=model.device, dtype=torch.float32)
+        setattr(model.get_submodule(path), own, nn.Parameter(empty))
+    initialize_lora(model, (DECODER,))
+    return names
+
+
+def _stored_config(model_class: Any, name: str | os.PathLike, kwargs: dict[str, Any]) -> PreTrainedConfig:
+    given = kwargs.get("config")
+    if isinstance(given, PreTrainedConfig):
+        _check_model_type(model_class, name, given.model_type)
+        return given
+    # The library's `from_pretrained` would make this class's configuration of any other one's fields.
+    source = name if given is None else given
+    fields, rest = model_class.config_class.get_config_dict(source, **fetching_arguments(kwargs))
+    _check_model_type(model_class, name, fields.get("model_type"))
+    return model_class.config_class.from_dict(fields, **rest)
+
+
+def _check_model_type(model_class: Any, name: str | os.PathLike, found: str | None) -> None:
+    own = model_class.config_class.model_type
+    if found not in (None, own):
+        raise ValueError(
+            f"{name} is of the model type {found!r}, {model_class.__name__} loads {own!r}: a checkpoint loads with "
+            "its own class or an Auto class, a base model with `from_base`"
+        )
+
+
+def save_checkpoint(
+    model: Any,
+    save: Callable[..., None],
+    save_directory: str | os.PathLike,
+    is_main_process: bool,
+    state_dict: dict[str, torch.Tensor] | None,
+    save_dtype: torch.dtype | str | None,
+    include_base: bool | None,
+    arguments: dict[str, Any],
+) -> None:
+    """Write a checkpoint's folder; arguments and errors as `CompressorPreTrainedModel.save_pretrained`."""
+    dtype = _storage_type(save_dtype)
+    refuse_links_out(save_directory, None if model.encoder_tokenizer is None else model.config.encoder_tokenizer)
+    check_adapters(model)
+    # A dictionary of its own: the library takes out what it has written.
+    state = dict(model.state_dict() if state_dict is None else state_dict)
+    note_parent(model, state)
+    model.config.auto_map = model.auto_map()
+    model.config.code_version, model.config.config_schema = CODE_VERSION, CONFIG_SCHEMA
+    record = base_to_leave_out(model, include_base)
+    model.config.external_weights = None if record is None else record.entries
+    if record is not None:
+        state = record.without_base(state, {key for key, p in model.named_parameters() if p.requires_grad})
+    if dtype is not None:
+        state = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in state.items()}
+        # A tied weight stays one: two copies would both be stored.
+        tied = model.all_tied_weights_keys.items()
+        state |= {key: state[source] for key, source in tied if key in state and source in state}
+    with nullcontext() if record is None else without_quantizer(model):
+        save(
+            save_directory,
+            is_main_process=is_main_process,
+            state_dict=None if state_dict is None and record is None and dtype is None else state,
+            **arguments,
+        )
+    if is_main_process:
+        copy_code(_written_class(model), type(model.config), save_directory)
+        write_first_card(model.config, save_directory)
+        if model.encoder_tokenizer is not None:
+            model.encoder_tokenizer.save_pretrained(Path(save_directory) / model.config.encoder_tokenizer)
+
+
+def refuse_links_out(folder: str | os.PathLike, subfolder: str | None = None) -> None:
+    """Refuse a folder with a link to a file outside of it, which saving would write through."""
+    folder = Path(folder)
+    files = [path for path in folder.glob("*") if not path.is_dir()]
+    files += [] if subfolder is None else [folder / subfolder, *(folder / subfolder).glob("*")]
+    for path in sorted(files):
+        # `Path.resolve` raises where a link leads to itself.
+        target = Path(os.path.realpath(path))
+        if not target.is_relative_to(os.path.realpath(folder)):
+            raise ValueError(f"{path} is a link out of the folder, and saving would write to {target}")
+
+
+def upload_checkpoint(
+    model: PreTrainedModel,
+    repo_id: str,
+    saving: dict[str, Any],
+    *,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    tags: list[str] | None = None,
+) -> str:
+    """Save and upload; arguments and result as `CompressorPreTrainedModel.push_to_hub`, `saving` for saving."""
+    from huggingface_hub import HfApi, ModelCard
+
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None and not create_pr:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, **saving)
+        card_path = Path(folder) / "README.md"
+        # The library's `push_to_hub` would put an empty template in its place.
+        if api.file_exists(repo_id, card_path.name, revision=revision):
+            card_path.unlink()
+        elif tags:
+            card = ModelCard.load(card_path)
+            card.data.tags = list(dict.fromkeys([*card.data.tags, *tags]))
+            card.save(card_path)
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message=commit_message or f"Upload {type(model).__name__}",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+        )
+    return str(commit)
+
+
+def _storage_type(name: torch.dtype | str | None) -> torch.dtype | None:
+    dtype = getattr(torch, name, None) if isinstance(name, str) else name
+    if name is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise ValueError(f"`save_dtype` must be a floating-point dtype or its name, got {name!r}")
+    return dtype
+
+
+def _written_class(model: nn.Module) -> type:
+    """The class that somebody wrote: FSDP gives a model that it shares out one of its own, derived from that."""
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    return type(model)
+
+
+# checkpoint/from_base.py
+
+# What `from_base` hands to the base model's `from_pretrained`; everything else is a field of the configuration.
+_LOADING_ARGUMENTS = (
+    "attn_implementation",
+    "cache_dir",
+    "device_map",
+    "dtype",
+    "force_download",
+    "gguf_file",
+    "local_files_only",
+    "revision",
+    "subfolder",
+    "token",
+)
+# Those that belong to the base alone, and not to another model that encodes.
+_OF_THE_BASE_ALONE = ("revision", "subfolder", "gguf_file")
+# What `from_base` finds out itself.
+_FIELDS_OF_THE_BASE = (
+    "decoder_config",
+    "base_model_name_or_path",
+    "base_model_revision",
+    "encoder_name_or_path",
+    "encoder_revision",
+    "encoder_tokenizer",
+)
+
+
+def start_from_base(
+    model_class: Any,
+    base: str | os.PathLike,
+    encoder: str | os.PathLike | None,
+    encoder_revision: str | None,
+    hub_id: str | None,
+    adapter: str | os.PathLike | None,
+    fields: dict[str, Any],
+) -> PreTrainedModel:
+    """A new compressor of a class; arguments, result and errors as `CompressorPreTrainedModel.from_base`."""
+    loading = {name: fields.pop(name) for name in _LOADING_ARGUMENTS if name in fields}
+    _check_fields(model_class.config_class, fields)
+    source = {name: loading[name] for name in loading if name not in ("dtype", "attn_implementation", "device_map")}
+    gguf_file = loading.pop("gguf_file", None)
+    encoder_source = {name: source[name] for name in source if name not in _OF_THE_BASE_ALONE}
+    revision, encoder_id = loading.get("revision"), None
+    if hub_id is None and not any(source.get(name) for name in _OF_THE_BASE_ALONE):
+        base, hub_id, revision = find_base(base)
+    if encoder is None and encoder_revision is not None:
+        raise ValueError(f"`encoder_revision` is {encoder_revision!r}, but no `encoder` is given")
+    if encoder is not None:
+        encoder_source |= {} if encoder_revision is None else {"revision": encoder_revision}
+        if encoder_revision is None:
+            encoder, encoder_id, encoder_revision = find_base(encoder)
+        fields |= model_class.config_class.fields_of_encoder(encoder, encoder_source, fields)
+        fields["encoder_config"] = AutoConfig.from_pretrained(encoder, **encoder_source)
+        fields |= {
+            "encoder_name_or_path": encoder_id or shown_name(encoder),
+            "encoder_revision": encoder_revision,
+        }
+    config = model_class.config_class(
+        decoder_config=AutoConfig.from_pretrained(base, **source),
+        base_model_name_or_path=hub_id or shown_name(base),
+        base_model_revision=revision,
+        **fields,
+    )
+    language_model = model_class.base_auto_class.from_pretrained(base, **loading, **gguf_arguments(gguf_file))
+    check_base(language_model)
+    entries = {DECODER_BASE: base_entry(language_model, base, hub_id, revision, source)}
+    config.base_model_revision = entries[DECODER_BASE]["revision"]
+    config.decoder_config = language_model.config.get_text_config()
+    config._attn_implementation = language_model.config._attn_implementation
+    own_encoder = None
+    for field in config.sub_configs:
+        of_the_encoder = config.encoder_name_or_path if field == "encoder_config" else None
+        _name_parts(getattr(config, field), of_the_encoder or config.base_model_name_or_path)
+    if encoder is not None:
+        model_loading = {name: value for name, value in loading.items() if name not in source}
+        own_encoder = AutoModel.from_pretrained(
+            encoder, config=config.encoder_config, **{**model_loading, **encoder_source}
+        )
+        entries[ENCODER_BASE] = base_entry(own_encoder, encoder, encoder_id, encoder_revision, encoder_source)
+        config.encoder_revision = entries[ENCODER_BASE]["revision"]
+    with torch.device("meta"):
+        model = model_class(config)
+    model.load_base_weights(language_model, own_encoder)
+    if adapter is not None:
+        load_peft_adapter(model, adapter, {name: source[name] for name in DOWNLOAD_ARGUMENTS if name in source})
+    if not model.trains_base:
+        tensors = [(key, tensor) for key, tensor in model.state_dict().items() if base_name(key) is not None]
+        record = BaseRecord(entries, tensors)
+        remember_base(model, record)
+        if record.is_on_the_hub:
+            # As the light checkpoint of it is, whose base is read in the type that it is stored in.
+            places = {DECODER_BASE: (base, None, source)}
+            if encoder is not None:
+                places[ENCODER_BASE] = (encoder, config.encoder_config, encoder_source)
+            name_as_stored(model, lambda: merge(model, _stored_bases(places), {}, base)[0])
+    if encoder is not None:
+        is_needed = model.base_model.needs_encoder_tokenizer
+        model.encoder_tokenizer = encoders_tokenizer(base, encoder, source, encoder_source, is_needed)
+        config.encoder_tokenizer = None if model.encoder_tokenizer is None else ENCODER_TOKENIZER
+        if model.encoder_tokenizer is not None:
+            model.base_model.take_from_tokenizer(model.encoder_tokenizer)
+    return model.eval()
+
+
+def _name_parts(config: PreTrainedConfig | None, name: str | None) -> None:
+    """Give a configuration, and those inside it, the name that checkpoints show in place of a folder."""
+    if config is not None:
+        config.name_or_path = name
+        for field in config.sub_configs:
+            _name_parts(getattr(config, field, None), name)
+
+
+def _stored_bases(places: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    return {kind: base_tensors(load_base(kind, *place)) for kind, place in places.items()}
+
+
+def _check_fields(config_class: Any, fields: dict[str, Any]) -> None:
+    known = set()
+    for base in config_class.__mro__:
+        if base.__module__.rpartition(".")[2].startswith("configuration_"):
+            known |= set(inspect.signature(base.__init__).parameters)
+    known -= {"self", "kwargs", *_FIELDS_OF_THE_BASE}
+    if "quantization_config" in fields:
+        raise ValueError(
+            "a compressor starts from an unquantized base: leave `quantization_config` out, save the compressor, "
+            "and give it to `from_pretrained`"
+        )
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{config_class.__name__} has no field {name!r}{nearest(name, known)}")
+
+
+# memory/compressed_context.py
+
+_FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(eq=False, repr=False)
+class CompressedContext:
+    """Contexts of a batch after compression: the memory that `forward` and `generate` read instead of the contexts.
+
+    Every row's real slots come first; padding slots follow. Exactly one of `embeddings` and `key_values` is given.
+    `len(memory)` is the number of rows, `memory[index]` the same as `memory.rows(index)`.
+
+    Args:
+        embeddings: Slots in the decoder's embedding space, `(batch_size, num_slots, hidden_size)`. Of a quantised
+            memory these are integers, see [`quantize_tensor`].
+        key_values: One pair of rotated keys and values for each layer, each
+            `(batch_size, num_key_value_heads, num_slots, head_dim)`; integers likewise.
+        attention_mask: `(batch_size, num_slots)`, one for real slots and zero for padding slots.
+        position_ids: `(batch_size, num_slots)`, the slots' positions in the decoder.
+        num_context_tokens: `(batch_size,)`, number of real context tokens behind each row.
+        ratio: Context tokens per slot, one int or a LongTensor of shape `(batch_size,)`.
+        model_id: Name of the compressor whose memory this is; another one cannot read it. Empty for one that was made
+            in training mode, where weights change: no other model of this process reads it, and it is not saved.
+        position_layout: "default", "uniform" or "enhanced".
+        inverse_frequencies: Rotation frequencies of the keys, `(head_dim / 2,)`, for key/values only; `concatenate`
+            needs them where it moves keys to later positions.
+        question_fingerprints: `(batch_size,)`, the question that each row's context was compressed with, as a number;
+            `None` for memories that serve any question.
+        scales: What the integers of a quantised memory are multiplied with, in float16; `None` for another one. For
+            embeddings `(batch_size, num_slots, num_blocks)`; for key/values a pair for each layer, each
+            `(batch_size, num_key_value_heads, num_slots, num_blocks)`.
+        head_ids: For key/values of heads that keep unlike numbers of them, `(batch_size, num_slots, num_layers *
+            num_key_value_heads)`: of which head of the base, `layer * num_key_value_heads + head`, the pair in each
+            place is. A row with n slots has n pairs for each head on average. `None` where each head has its own
+            place.
+        coarsest_ratios: Beside `head_ids`, in uint8 and the same shape: the coarsest ratio at which the pair in each
+            place would stay, 255 for that and all above (see `at_ratio`). Slots of one chunk have the same
+            `position_ids`. `None` where it is not known.
+        maker: The compressor in this process that made it, if it still exists; neither saved nor pickled.
+        slot_counts: Slots of each row, where a compressor has just made it; neither saved nor handed on.
+        check: Whether to check all fields, which waits for the device; a compressor knows what it has made.
+
+    Raises:
+        TypeError: A field has the wrong type or dtype.
+        ValueError: The shapes do not fit together, or a value is out of range.
+    """
+
+    embeddings: Tensor | None = None
+    key_values: KeyValues | None = None
+    # These are required: they stand behind fields with defaults, and the check names the one that is missing.
+    attention_mask: Tensor = None  # type: ignore[assignment]
+    position_ids: Tensor = None  # type: ignore[assignment]
+    num_context_tokens: Tensor = None  # type: ignore[assignment]
+    ratio: int | Tensor = 1
+    model_id: str = ""
+    position_layout: str = "default"
+    inverse_frequencies: Tensor | None = None
+    question_fingerprints: Tensor | None = None
+    scales: Tensor | KeyValues | None = None
+    head_ids: Tensor | None = None
+    coarsest_ratios: Tensor | None = None
+    maker: weakref.ref | None = field(default=None, repr=False)
+    slot_counts: list[int] = field(default_factory=list, init=False, repr=False)
+    check: InitVar[bool] = True
+
+    def __post_init__(self, check: bool) -> None:
+        for name in ("key_values", "scales"):
+            if isinstance(getattr(self, name), Sequence):
+                pairs = (tuple(pair) if isinstance(pair, list) else pair for pair in getattr(self, name))
+                setattr(self, name, tuple(pairs))
+        if check:
+            self.validate()
+        self.attention_mask = self.attention_mask.long()
+        self.position_ids = self.position_ids.long()
+        self.num_context_tokens = self.num_context_tokens.long()
+        if isinstance(self.ratio, Tensor):
+            self.ratio = self.ratio.long()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A weak reference holds in its own process only.
+        return {**self.__dict__, "maker": None}
+
+    def __repr__(self) -> str:
+        slots = "on the meta device"
+        if not self.attention_mask.is_meta:
+            counts = self.num_slots.tolist()
+            slots = "none" if not counts else f"{min(counts)} to {max(counts)}" if len(set(counts)) > 1 else counts[0]
+        ratios = self.ratio if isinstance(self.ratio, int) else "by row"
+        size = "" if self.attention_mask.is_meta else f", {self.nbytes:,} bytes"
+        size += f" in {self.quantization}" if self.quantization else ""
+        return (
+            f"CompressedContext({self.batch_size} row{'s' * (self.batch_size != 1)}, slots: {slots}{size}, "
+            f"ratio: {ratios}, model: {self.model_id or 'unnamed'})"
+        )
+
+    def __len__(self) -> int:
+        return self.batch_size
+
+    def __bool__(self) -> bool:
+        # One without rows is a memory all the same.
+        return True
+
+    def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> CompressedContext:
+        return self.rows(index)
+
+    def validate(self, finite: bool = False) -> None:
+        """Check types, shapes and values of all fields.
+
+        Args:
+            finite: Refuse NaN and infinite values in what carries the memory, too, as saving, loading and reading do.
+
+        Raises:
+            TypeError: A field has the wrong type or dtype.
+            ValueError: The shapes do not fit together, or a value is out of range.
+        """
+        check_memory_fields(self, finite)
+
+    @property
+    def carrier(self) -> str:
+        """What carries the memory, "embeddings" or "key_values"."""
+        return "embeddings" if self.key_values is None else "key_values"
+
+    @property
+    def carrier_name(self) -> str:
+        """What carries the memory and how wide it is, in words."""
+        if self.embeddings is not None:
+            return f"embeddings of width {width_of(self.embeddings)}"
+        layers = self.key_values or ()
+        return key_values_name(len(layers), layers[0][0].shape[1], width_of(layers[0][0]))
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return self.attention_mask.shape[0]
+
+    @property
+    def num_slots(self) -> Tensor:
+        """Number of real slots of each row, a LongTensor of shape `(batch_size,)`."""
+        return self.attention_mask.sum(dim=1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.attention_mask.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the embeddings, or of the values: floating-point, or an integer type of a quantised memory."""
+        return carrier_tensors(self)[-1].dtype
+
+    @property
+    def quantization(self) -> str | None:
+        """ "int8", "int4" or "int2"; `None` for a memory in a floating-point type."""
+        return quantization_of(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots that must be kept: the real slots of all rows, their scales, `head_ids` and
+        `coarsest_ratios`, no pads, masks or positions."""
+        return num_bytes(self)
+
+    def quantize(self, quantization: str) -> CompressedContext:
+        """The memory in 8, 4 or 2 bits for each value, for keeping: models read it as any other.
+
+        Blocks of up to 128 neighbours in a slot have a float16 scale each, see [`quantize_tensor`]; the keys of "int2"
+        have 4 bits. No gradient flows through it.
+
+        Args:
+            quantization: "int8", "int4" or "int2".
+
+        Returns:
+            A new memory; this one, if it is in that form already.
+
+        Raises:
+            ValueError: Another form, one of another form already, "int4" and an odd width or "int2" and one that 8
+                does not divide, or values that are not finite or too large for float16 scales.
+        """
+        check_choice("quantization", quantization, tuple(QUANTIZATIONS))
+        if self.quantization == quantization:
+            return self
+        if self.quantization is not None:
+            raise ValueError(
+                f"the memory is in {self.quantization}: call `dequantize()` first, it is rounded twice then"
+            )
+        self.validate(finite=True)
+        return replace(self, check=False, **quantized_fields(self, quantization))
+
+    def dequantize(self, dtype: torch.dtype | str = torch.float32) -> CompressedContext:
+        """The memory in a floating-point type; of one that is not quantised the same as `to(dtype=dtype)`.
+
+        Args:
+            dtype: The type, or its name.
+
+        Raises:
+            TypeError: `dtype` is no floating-point type.
+            ValueError: A value does not fit in it.
+        """
+        return self.to(dtype=dtype)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the memory to a safetensors file with a checksum, at once or not at all.
+
+        Args:
+            path: The file; missing folders are made, an existing file is replaced, a link by the file.
+
+        Raises:
+            ValueError: The memory has no `model_id` (it was made in training mode) or values that are not finite, or
+                the path is a folder or another thing that is no file.
+        """
+        if not self.model_id:
+            raise ValueError(
+                "a memory without `model_id` is not saved, since any model would read it: call `model.eval()` before "
+                "`compress`, whose memories have none in training mode"
+            )
+        self.validate(finite=True)
+        write_memory_file(path, *file_parts(self))
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike,
+        model_id: str | None = None,
+        hidden_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        key_value_shape: tuple[int, int, int] | None = None,
+    ) -> CompressedContext:
+        """Read a memory that `save` wrote, after checking every byte of it.
+
+        Args:
+            path: The file.
+            model_id: Refuse a memory of any other model.
+            hidden_size: Refuse anything but embeddings of this width.
+            device: Where to put the tensors; host memory if not given.
+            dtype: Floating-point type, or its name, to convert the carrier to, quantised or not; as saved if not
+                given.
+            key_value_shape: `(num_layers, num_key_value_heads, head_dim)`; refuse anything else.
+
+        Returns:
+            The memory.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: No memory file, a truncated or altered one, one without a model's name or with values that are
+                not finite, or one of another model or width.
+        """
+        tensors, metadata = read_memory_file(path)
+        try:
+            memory = cls(**fields_of_file(tensors, metadata))
+            memory.validate(finite=True)
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ValueError(f"{path} does not hold a valid memory: {error}") from error
+        if not memory.model_id:
+            raise ValueError(f"{path} names no model: it was compressed in training mode, and must be made anew")
+        if model_id is not None and memory.model_id != model_id:
+            raise ValueError(f"{path} is a memory of the model {memory.model_id!r}, not of {model_id!r}")
+        found = memory.carrier_name
+        if hidden_size is not None and found != (wanted := f"embeddings of width {hidden_size}"):
+            raise ValueError(f"{path} holds {found}, the model reads {wanted}")
+        if key_value_shape is not None and found != (wanted := key_values_name(*key_value_shape)):
+            raise ValueError(f"{path} holds {found}, the model reads {wanted}")
+        return memory.to(device=device, dtype=dtype)
+
+    def to(
+        self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | str | None = None
+    ) -> CompressedContext:
+        """The memory on another device or in another floating-point type; masks, ids and frequencies keep theirs.
+
+        Args:
+            device: Where to put the tensors, or the dtype alone.
+            dtype: Type of the carrier, float16, bfloat16, float32 or float64, or its name; a quantised memory is
+                dequantised.
+
+        Returns:
+            A new memory; tensors that need no change are shared.
+
+        Raises:
+            TypeError: `dtype` is none of these types.
+            ValueError: A finite value of the carrier does not fit in `dtype` (slots can be far larger than token
+                embeddings, and float16 ends at 65504).
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+        if dtype is not None and dtype not in _FLOATING_TYPES:
+            names = ", ".join(str(known).removeprefix("torch.") for known in _FLOATING_TYPES)
+            raise TypeError(f"dtype must be a floating-point type or its name, one of {names}, got {dtype!r}")
+        if self.quantization is not None and dtype is not None:
+            # Moved first: integers are the smaller load.
+            moved = self.to(device)
+            return replace(moved, check=False, **dequantized_fields(moved)).to(dtype=dtype)
+        if dtype is not None:
+            check_range(self, dtype)
+        fields = map_carrier(self, lambda tensor: tensor.to(device=device, dtype=dtype))
+        if self.inverse_frequencies is not None:
+            fields["inverse_frequencies"] = self.inverse_frequencies.to(device=device)
+        return self._replace(fields, lambda tensor: tensor.to(device=device))
+
+    def rows(self, index: int | slice | Sequence[int] | Tensor) -> CompressedContext:
+        """Some of the rows, without the padding slots that none of them needs.
+
+        Args:
+            index: An int (one row, still a batch), a slice, a list of ints, or a tensor of ints or bools.
+
+        Returns:
+            A new memory.
+
+        Raises:
+            TypeError: Something else.
+            ValueError: A tensor of more than one dimension.
+            IndexError: A row outside the batch.
+        """
+        if isinstance(index, slice):
+            index = range(self.batch_size)[index]
+        if not isinstance(index, Tensor):
+            places = list(index) if isinstance(index, Sequence) and not isinstance(index, (str, bytes)) else [index]
+            if not all(_is_int_of_compressed_context(place) for place in places):
+                raise TypeError(
+                    f"index must be an int, a slice, a list of ints, or a tensor of ints or bools, got {index!r}"
+                )
+            index = torch.tensor(places, dtype=torch.long)
+        elif index.is_floating_point() or index.is_complex():
+            raise TypeError(f"index must be a tensor of ints or bools, got one of {index.dtype}")
+        elif index.dim() > 1:
+            raise ValueError(f"index must have at most one dimension, got shape {tuple(index.shape)}")
+        index = torch.arange(self.batch_size)[index.cpu()].reshape(-1).to(self.device)
+        length = int(self.num_slots[index].max()) if len(index) else 0
+        fields = map_carrier(self, lambda tensor: tensor[index][..., :length, :])
+        return self._replace(fields, lambda tensor: tensor[index] if tensor.dim() == 1 else tensor[index, :length])
+
+    def repeat_interleave(self, repeats: int) -> CompressedContext:
+        """Each row `repeats` times in a row, as beams and several samples of one question need it.
+
+        Args:
+            repeats: Copies of each row, one or more.
+
+        Returns:
+            A new memory of `batch_size * repeats` rows.
+
+        Raises:
+            TypeError: `repeats` is no int.
+            ValueError: It is below one.
+        """
+        if not _is_int_of_compressed_context(repeats):
+            raise TypeError(f"repeats must be an int, got {repeats!r}")
+        if repeats < 1:
+            raise ValueError(f"repeats must be 1 or more, got {repeats}")
+        fields = map_carrier(self, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        return self._replace(fields, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def at_ratio(self, ratio: int) -> CompressedContext:
+        """The memory of the same contexts at a coarser ratio, as `compress` would have made it, without a model.
+
+        Ranked key/values, and KVzip's with shared budgets, are ranked by one reading, whatever the ratio is: what a
+        coarse memory keeps is in every finer one, quantised or not. A part of a joined memory that is coarser already
+        stays as it is, and where that makes a difference each row gets its common ratio, as in `concatenate`.
+
+        Args:
+            ratio: Context tokens per slot, from the memory's own, which gives back the memory itself, to 255.
+
+        Returns:
+            A new memory.
+
+        Raises:
+            TypeError: `ratio` is no int.
+            ValueError: A finer ratio than the memory's in some row, one above 255, or another than its own for a
+                memory without `coarsest_ratios`: of another method, or of an earlier version.
+        """
+        return coarser_memory(self, ratio)
+
+    @staticmethod
+    def concatenate(memories: Iterable[CompressedContext]) -> CompressedContext:
+        """Memories of several documents as one memory, in order, row beside row (EPL, sections 3.1.1 and 3.2.2).
+
+        Slots of a row are packed without gaps. Embeddings of the default and uniform layouts are numbered from 0 on.
+        Embeddings of the enhanced layout, and key/values of the uniform and enhanced layouts, move on by the number of
+        context tokens before them, and keys are rotated on by as much; the ids of default key/values repeat. Documents
+        of different ratios get their common ratio, `ceil(context tokens / slots)` of each row.
+
+        Nothing is rounded a second time: embeddings in one quantised form are joined as they are; where forms differ,
+        and for key/values, whose keys move, the result is dequantised, in the floating-point type of those that have
+        one, or float32.
+
+        Args:
+            memories: Memories of one model with the same batch size, carrier, width, dtype, device and layout; some or
+                all of them quantised.
+
+        Returns:
+            A new memory.
+
+        Raises:
+            TypeError: Something else than a `CompressedContext`.
+            ValueError: No memory, memories that do not fit together, or keys to be rotated without frequencies.
+        """
+        return concatenate_memories(memories)
+
+    @staticmethod
+    def stack(memories: Iterable[CompressedContext]) -> CompressedContext:
+        """The rows of several memories as one batch, in order, each with its own slots.
+
+        Quantised memories of one form stay as they are; where forms differ the result is dequantised, in the
+        floating-point type of those that have one, or float32.
+
+        Args:
+            memories: Memories of one model with the same carrier, width, dtype, device and layout; some or all of them
+                quantised.
+
+        Returns:
+            A new memory.
+
+        Raises:
+            TypeError: Something else than a `CompressedContext`.
+            ValueError: No memory, or memories that do not fit together.
+        """
+        return stack_memories(memories)
+
+    def to_prompt_embeds(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        messages: str | Sequence[Mapping[str, str]] | None = None,
+        model: Any = None,
+        encoding: str | None = None,
+    ) -> Tensor | str:
+        """Memory and text as one prompt of embeddings, for a server of the decoder alone (vLLM's `prompt_embeds`).
+
+        Args:
+            tokenizer: The tokenizer saved with the checkpoint.
+            messages: A question, or messages with `role` and `content`; one message of the user is a question. `None`:
+                the slots alone, a part of a chat message that the server puts into its chat template.
+            model: The compressor, whose embeddings the text gets; the memory's maker if not given. A memory that was
+                loaded from a file has none, and without a text needs none.
+            encoding: "base64" for the text that a request carries: the tensor as `torch.save` writes it, in base64.
+
+        Returns:
+            `(num_slots + num_text_tokens, hidden_size)`, or that text.
+
+        Raises:
+            ValueError: A text and no model, more than one row, another model's memory, key/values, positions that are
+                not contiguous (the enhanced layout), a decoder that scales or cross-attends, or an unknown encoding.
+        """
+        return prompt_of(self, tokenizer, messages, model, encoding)
+
+    def _replace(self, fields: dict, function: Callable[[Tensor], Tensor]) -> CompressedContext:
+        """A copy with other `fields`, and with `function` applied to everything that has one entry for each row."""
+        names = ["attention_mask", "position_ids", "num_context_tokens"]
+        names += ["ratio"] if isinstance(self.ratio, Tensor) else []
+        names += [n for n in ("question_fingerprints", *PAIR_FIELDS) if getattr(self, n) is not None]
+        others: dict[str, Any] = {name: function(getattr(self, name)) for name in names}
+        # What is taken from a memory is as right as that is.
+        return replace(self, check=False, **fields, **others)
+
+
+def _is_int_of_compressed_context(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+# compressor/chunking.py
+
+Slots = Tensor | KeyValues | HeadwisePairs
+
+
+@dataclass
+class Chunks:
+    """Contexts cut into chunks that are compressed independently, all in one batch.
+
+    Args:
+        input_ids: `(batch_size * chunks_per_row, chunk_length)`, right-padded.
+        attention_mask: Same shape.
+        position_ids: Same shape; positions of the context tokens by the layout.
+        starts: `(batch_size * chunks_per_row,)`, context tokens in front of each chunk.
+        lengths: Real tokens of each chunk, known on the host.
+        chunks_per_row: Number of chunks of the longest row; shorter rows have empty ones.
+        inputs_embeds: `(batch_size * chunks_per_row, chunk_length, hidden_size)`, what the encoder reads in place of
+            the ids' own embeddings; `None` for these.
+        selected_ratios: `(batch_size * chunks_per_row,)`, what a method's `encode` has chosen where a ratio is "auto".
+        log_ratios: Same shape, log2 of the ratios that it has chosen these by, NaN for chunks without tokens.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    starts: Tensor
+    lengths: list[int]
+    chunks_per_row: int
+    inputs_embeds: Tensor | None = None
+    selected_ratios: Tensor | None = None
+    log_ratios: Tensor | None = None
+
+    def take(self, rows: Sequence[int]) -> Chunks:
+        """Some of the chunks, which are then not those of whole contexts, without columns of pads alone."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.input_ids.device)
+        lengths = [self.lengths[row] for row in rows]
+        found = {name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        found = {name: value[:, : max(lengths)] if value.dim() > 1 else value for name, value in found.items()}
+        return replace(self, **found, lengths=lengths, chunks_per_row=1)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are no pads."""
+        return min(self.lengths) == self.input_ids.shape[1]
+
+
+def cut(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    lengths: Sequence[int],
+    chunk_size: int | None,
+    layout: str,
+    passages: Sequence[Sequence[int]] | None = None,
+) -> Chunks:
+    """Cut contexts into chunks of `chunk_size` real tokens; the last one of a row, or of a passage, may be short."""
+    batch_size, num_tokens = input_ids.shape
+    if any(length != num_tokens for length in lengths):
+        input_ids, attention_mask = (right_padded(tensor, attention_mask) for tensor in (input_ids, attention_mask))
+    longest = max(lengths)
+    if passages is not None:
+        return _cut_passages(input_ids, passages, chunk_size or max(1, longest), layout)
+    length = min(chunk_size or longest, longest)
+    chunks_per_row = -(-longest // length) if length else 1
+    pad = chunks_per_row * length - num_tokens
+    # A negative pad cuts columns off that hold pads only.
+    input_ids = torch.nn.functional.pad(input_ids, (0, pad)).reshape(batch_size * chunks_per_row, length)
+    attention_mask = torch.nn.functional.pad(attention_mask, (0, pad)).reshape(batch_size * chunks_per_row, length)
+    starts = (torch.arange(chunks_per_row, device=input_ids.device) * length).repeat(batch_size)
+    position_ids = torch.arange(length, device=input_ids.device).expand(input_ids.shape)
+    if layout != "default":
+        position_ids = position_ids + starts[:, None] + 1
+    in_chunks = [max(0, min(length, row - start * length)) for row in lengths for start in range(chunks_per_row)]
+    return Chunks(input_ids, attention_mask, position_ids, starts, in_chunks, chunks_per_row)
+
+
+def _cut_passages(input_ids: Tensor, passages: Sequence[Sequence[int]], chunk_size: int, layout: str) -> Chunks:
+    """`cut` where chunks end with passages, too, of right-padded rows."""
+    device = input_ids.device
+    rows = [[min(chunk_size, n - start) for n in row for start in range(0, n, chunk_size)] for row in passages]
+    chunks_per_row = max(1, max(map(len, rows)))
+    rows = [row + [0] * (chunks_per_row - len(row)) for row in rows]
+    in_chunks, lengths = torch.tensor(rows, device=device), [n for row in rows for n in row]
+    starts = (in_chunks.cumsum(dim=1) - in_chunks).reshape(-1)
+    attention_mask = first_places(lengths, device)
+    position_ids = torch.arange(attention_mask.shape[1], device=device).expand(attention_mask.shape)
+    places = (position_ids + starts[:, None]).clamp(max=input_ids.shape[1] - 1)
+    input_ids = input_ids.gather(1, places.reshape(len(rows), -1)).reshape(places.shape) * attention_mask
+    if layout != "default":
+        position_ids = position_ids + starts[:, None] + 1
+    return Chunks(input_ids, attention_mask, position_ids, starts, lengths, chunks_per_row)
+
+
+def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
+    """The mask `(len(counts), max(counts))` of so many left-aligned places in each row."""
+    places = torch.arange(max(counts), device=device)
+    return (places < torch.tensor(counts, device=device)[:, None]).long()
+
+
+def gathering_order(rows: Sequence[int], num_chunks: int) -> list[int]:
+    """The place of each chunk among `rows`; chunks that are not in `rows` have the place behind them."""
+    places = {row: place for place, row in enumerate(rows)}
+    return [places.get(chunk, len(rows)) for chunk in range(num_chunks)]
+
+
+def gathered(parts: Sequence[Any], order: Sequence[int], fill: float = 0) -> Any:
+    """What groups of chunks have, in the order of all chunks."""
+    first = parts[0]
+    if not isinstance(first, Tensor):
+        layers = [zip(*of_layer, strict=True) for of_layer in zip(*parts, strict=True)]
+        return tuple(tuple(gathered(states, order, fill) for states in of_layer) for of_layer in layers)
+    # Slots stand last but one, in embeddings as in keys and values; groups have unlike numbers of them.
+    if first.dim() > 1:
+        width = max(part.shape[-2] for part in parts)
+        parts = [torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]
+    num_read = sum(len(part) for part in parts)
+    if num_read in order:
+        parts = [*parts, parts[0].new_full((1, *parts[0].shape[1:]), fill)]
+    joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+    if list(order) == list(range(len(joined))):
+        return joined
+    return joined.index_select(0, torch.tensor(order, device=joined.device))
+
+
+def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Tensor) -> tuple[Tensor, list[int]]:
+    """Put the same vectors in front of the slots of each chunk, and behind them; a chunk without slots has none."""
+    around = [markers.to(slots.dtype).expand(len(counts), -1, -1) for markers in (before, after)]
+    joined = torch.cat([around[0], slots[:, : max(counts)], around[1]], dim=1)
+    num_markers = len(before) + len(after)
+    totals = [count + num_markers if count else 0 for count in counts]
+    if min(counts) < max(counts):
+        mask = first_places(counts, slots.device)
+        marks = mask[:, :1].expand(-1, num_markers)
+        mask = torch.cat([marks[:, : len(before)], mask, marks[:, len(before) :]], dim=1)
+        joined = take_places(joined, mask.argsort(dim=1, stable=True, descending=True))
+    return joined, totals
+
+
+def joined_fields(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
+    """What `encode` returns as the fields of a `CompressedContext`, and their mask; arguments as of `join`."""
+    if isinstance(slots, HeadwisePairs):
+        fields: dict[str, Any] = vars(slots)
+    else:
+        fields = {"embeddings" if isinstance(slots, Tensor) else "key_values": slots}
+    joined = {name: join(field, counts, chunks_per_row) for name, field in fields.items()}
+    return {name: field for name, (field, _) in joined.items()}, next(iter(joined.values()))[1]
+
+
+def join(slots: Tensor | KeyValues, counts: Sequence[int], chunks_per_row: int) -> tuple[Tensor | KeyValues, Tensor]:
+    """Join the chunks' slots row by row, without gaps."""
+    device = slots.device if isinstance(slots, Tensor) else slots[0][0].device
+    slot_mask = first_places(counts, device)
+    if isinstance(slots, Tensor):
+        slots = slots[:, : max(counts)]
+    if min(counts) != max(counts):
+        pads = slot_mask == 0
+        if isinstance(slots, Tensor):
+            slots = slots.masked_fill(pads[:, :, None], 0)
+        else:
+            pads = pads[:, None, :, None]
+            slots = tuple((keys.masked_fill(pads, 0), values.masked_fill(pads, 0)) for keys, values in slots)
+    if chunks_per_row == 1:
+        return slots, slot_mask
+    batch_size = slot_mask.shape[0] // chunks_per_row
+    slot_mask = slot_mask.reshape(batch_size, -1)
+    num_slots = max(sum(counts[start : start + chunks_per_row]) for start in range(0, len(counts), chunks_per_row))
+    order = slot_mask.argsort(dim=1, stable=True, descending=True)[:, :num_slots]
+    slot_mask = slot_mask.gather(1, order)
+    if isinstance(slots, Tensor):
+        return take_places(slots.reshape(batch_size, -1, slots.shape[-1]), order), slot_mask
+    pairs = ((_join_heads(keys, batch_size, order), _join_heads(values, batch_size, order)) for keys, values in slots)
+    return tuple(pairs), slot_mask
+
+
+def _join_heads(states: Tensor, batch_size: int, order: Tensor) -> Tensor:
+    """`join` for the keys or values of one layer."""
+    heads, head_dim = states.shape[1], states.shape[3]
+    rows = states.reshape(batch_size, -1, *states.shape[1:]).transpose(1, 2)
+    return take_places(rows.reshape(batch_size, heads, -1, head_dim), order, dim=2)
+
+
+def memory_position_ids(slot_mask: Tensor, chunks: Chunks, counts: Sequence[int], layout: str, carrier: str) -> Tensor:
+    """Positions of the slots in the decoder (EPL, Tables 2, 3 and 13 to 15)."""
+    if carrier == "embeddings" and layout != "enhanced":
+        return (slot_mask.cumsum(dim=1) - 1).clamp(min=0) * slot_mask
+    ids = torch.zeros_like(slot_mask)
+    for row in range(len(slot_mask)):
+        span = slice(row * chunks.chunks_per_row, (row + 1) * chunks.chunks_per_row)
+        spread = (chunks.lengths[span], counts[span], 0, layout, carrier, "continuation")
+        memory_ids, _ = decoder_position_ids(*spread, device=ids.device)
+        ids[row, : len(memory_ids)] = memory_ids
+    return ids
+
+
+# compressor/context_compression_qa.py
+
+MAX_NEW_TOKENS = 64
+BATCH_SIZE = 8
+# Pads for each token: documents of very unlike lengths are not read in one batch.
+_MOST_PADDING = 0.5
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
+    """Rows of token ids as `input_ids` and `attention_mask`, each `(batch_size, num_tokens)`, padded on the right."""
+    # Moved at once: each move waits for the device.
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True).to(device),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True).to(device),
+    }
+
+
+class ContextCompressionQAPipeline(Pipeline):
+    """Asks a compressor about documents that it reads once.
+
+    ```python
+    pipe = pipeline("context-compression-qa", model=folder, trust_remote_code=True)
+    pipe("Who wrote it?", context=document)                      # {"answer": "..."}
+    pipe(["Who wrote it?", "When?"], context=document)           # one reading, a list of answers
+    pipe("Who wrote it?", context=documents)                     # each document is asked: a list, one for each
+    pipe("Who wrote it?", context=documents, join=True)          # all documents are read together
+    pipe("Who wrote it?", context=document, full_text=True)      # from the document's own tokens, uncompressed
+    pipe("Who wrote it?", context=[passages])                    # one document of passages, compressed apart
+    pipe("Who wrote it?", memory="report.safetensors")           # a memory that is kept
+    pipe("Who wrote it?", store=store, ids=["a", "b"], join=True)            # two of a store's
+    pipe(messages=[{"role": "user", "content": "Who wrote it?"}, ...], context=document)      # a conversation
+    ```
+
+    A checkpoint that compresses a document together with its question (DeCAL's `question_placement="encoder"`) takes
+    `context` alone, and reads each document anew for each question.
+
+    Args:
+        model: a compressor with its LM head.
+        tokenizer: the tokenizer saved with it.
+        kwargs: arguments of `transformers.Pipeline`, and those of a call, which then hold for every call.
+    """
+
+    _load_tokenizer = True
+    _load_processor = False
+    _load_image_processor = False
+    _load_video_processor = False
+    _load_feature_extractor = False
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, **kwargs: Any):
+        if not model.can_generate():
+            raise ValueError(f"{type(model).__name__} writes no text: load the checkpoint with its LM head")
+        super().__init__(model=model, tokenizer=tokenizer, **kwargs)
+        # As in training: where a text says "[LM]", or names a sentinel, these are characters.
+        has_own_tokens = bool(model.config.task_token_ids) or model.config.is_encoder_decoder
+        has_own_tokens |= model.config.prompt_format == "chat"
+        # A copy in any case: a fast tokenizer keeps the truncation of its last call, which others may make meanwhile.
+        plain = text_tokenizer(tokenizer, splits=has_own_tokens or tokenizer.split_special_tokens)
+        self._question_tokenizer = plain
+        self._document_tokenizer = plain if model.encoder_tokenizer is None else model.encoder_tokenizer
+
+    def __call__(
+        self,
+        question: str | Sequence[str] | None = None,
+        context: str | Sequence[str | Sequence[str]] | None = None,
+        memory: CompressedContext | str | os.PathLike | Sequence[Any] | None = None,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]] | None = None,
+        store: Any = None,
+        ids: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Answer questions about documents or their memories."""
+        if (context is not None) + (memory is not None) + (store is not None) != 1:
+            raise ValueError("give either `context`, `memory` or `store`")
+        if (store is None) != (ids is None):
+            raise ValueError("give `store` and `ids` together")
+        if store is not None:
+            if store.model_id != self.model.model_id:
+                raise ValueError(f"the store is of the model {store.model_id!r}, not of {self.model.model_id!r}")
+            memory = store.get(ids).to(self.device, self.model.dtype)
+        if context is None and kwargs.get("max_tokens") is not None:
+            raise ValueError(
+                f"`max_tokens`, {kwargs['max_tokens']!r}, cuts a document that is compressed, and a memory is read "
+                "whole: leave it out; the length of an answer is `max_new_tokens`"
+            )
+        if (question is None) == (messages is None):
+            raise ValueError("give either `question` or `messages`")
+        batch_size = self._checked_batch_size(kwargs.pop("batch_size", None))
+        inputs = {
+            "question": question,
+            "messages": messages,
+            "context": context,
+            "memory": memory,
+            "batch_size": batch_size,
+        }
+        return super().__call__(inputs, **kwargs)
+
+    def compress(
+        self,
+        documents: str | Sequence[str | Sequence[str]],
+        ratio: int | str | Sequence[int | str] | None = None,
+        max_tokens: int | None = None,
+        allow_untrained_ratio: bool = False,
+        batch_size: int | None = None,
+        show_progress_bar: bool = False,
+    ) -> CompressedContext | list[CompressedContext]:
+        """Compress texts as the checkpoint was trained to read them, in batches of similar length.
+
+        Args:
+            documents: the texts, or a single one; one of several may be a list of passages.
+            ratio, allow_untrained_ratio: as in the model's `compress`; a LongTensor has a ratio for each document.
+            max_tokens: keep only so many tokens of each, with those that stand in front of it; all if not given.
+            batch_size: documents at once; the pipeline's, or 8, if not given.
+            show_progress_bar: whether to show one.
+
+        Returns:
+            A memory with one row for each document, in their order, or one such memory for each ratio of a list. Rows
+            have room for the longest: give documents of very unlike lengths in several calls.
+
+        Raises:
+            TypeError: `max_tokens` or a `batch_size` that is no int.
+            ValueError: no document, `max_tokens` that leave nothing of one, `batch_size` below 1, ratios by document
+                of another number than these, a checkpoint that compresses a document together with its question, and
+                whatever the model's `compress` refuses.
+        """
+        batch_size = self._checked_batch_size(batch_size)
+        self.check_max_tokens(max_tokens)
+        self.check_serves_memories("a memory without one answers nothing: ask about the document itself")
+        rows = [cut_passages(row, max_tokens) for row in self._passages(documents, max_tokens)]
+        if not rows:
+            raise ValueError("`documents` is an empty list")
+        by_row = isinstance(ratio, Tensor) and ratio.dim() > 0
+        if by_row and tuple(ratio.shape) != (len(rows),):  # type: ignore[union-attr]
+            raise ValueError(
+                f"`ratio` must be a single one or have one value for each of the {len(rows)} documents, got shape "
+                f"{tuple(ratio.shape)}"  # type: ignore[union-attr]
+            )
+        order, parts = [], []
+        with logging.tqdm(total=len(rows), unit="text", disable=not show_progress_bar) as progress:
+            lengths = [sum(map(len, row)) for row in rows]
+            for batch in length_batches(lengths, batch_size, most_padding=_MOST_PADDING):
+                own: Any = ratio[batch] if by_row else ratio  # type: ignore[index,call-overload]
+                part = self.compress_ids([rows[i] for i in batch], own, allow_untrained_ratio)
+                parts.append(part if isinstance(part, list) else [part])
+                order += batch
+                progress.update(len(batch))
+        memories = [self._memory_class.stack(of_ratio) for of_ratio in zip(*parts, strict=True)]
+        if len(parts) > 1:
+            memories = [memory.rows(torch.tensor(order).argsort()) for memory in memories]
+        return memories if isinstance(ratio, (list, tuple)) else memories[0]
+
+    def compress_ids(
+        self,
+        rows: Sequence[Sequence[Any]],
+        ratio: int | str | Sequence[int | str] | None = None,
+        allow_untrained_ratio: bool = False,
+        question: dict[str, Tensor] | None = None,
+    ) -> CompressedContext | list[CompressedContext]:
+        """Compress token ids, as `document_ids` gives them, in one batch.
+
+        Args:
+            rows: of each document, or of each of its passages.
+            ratio, allow_untrained_ratio: as in the model's `compress`.
+            question: `input_ids` and `attention_mask` of what is asked, one row for each document; for a checkpoint
+                that compresses both together.
+
+        Returns:
+            A memory with one row for each document, or one such memory for each ratio of a list.
+        """
+        asked: dict[str, Any] = {}
+        if question is not None:
+            asked = {f"question_{name}": tensor for name, tensor in question.items()}
+        passages = [[row] if not row or isinstance(row[0], int) else row for row in rows]
+        if any(len(row) > 1 for row in passages):
+            asked["chunk_lengths"] = [[len(passage) for passage in row] for row in passages]
+        rows = [[token for passage in row for token in passage] for row in passages]
+        with torch.no_grad():
+            return self.model.compress(
+                **padded(rows, self.device), ratio=ratio, allow_untrained_ratio=allow_untrained_ratio, **asked
+            )
+
+    def check_serves_memories(self, otherwise: str) -> None:
+        """Refuse what needs memories that answer any question.
+
+        Args:
+            otherwise: what to do instead.
+
+        Raises:
+            ValueError: the checkpoint compresses a document together with its question.
+        """
+        if self.model.config.compresses_questions:
+            raise ValueError(
+                "this checkpoint compresses a document together with its question (`question_placement='encoder'`), "
+                + otherwise
+            )
+
+    def check_max_tokens(self, max_tokens: int | None) -> None:
+        """Refuse a limit that leaves nothing of a document behind what stands in front of it, such as BOS.
+
+        Args:
+            max_tokens: most tokens of a document, with those that stand in front of it; `None` for all.
+
+        Raises:
+            TypeError: it is no int.
+            ValueError: it is not above their number.
+        """
+        check_max_tokens(self.model.config, self._document_tokenizer, max_tokens)
+
+    def document_ids(self, documents: str | Sequence[str | Sequence[str]], most: int | None = None) -> list[list[int]]:
+        """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each.
+
+        Args:
+            documents: texts, or lists of passages.
+            most: tokens of each that are wanted; a long one is read to somewhat behind them, others whole.
+        """
+        return [[token for passage in row for token in passage] for row in self._passages(documents, most)]
+
+    def full_text_ids(
+        self, documents: Sequence[str | Sequence[str]], max_tokens: int | None = None
+    ) -> list[list[int]]:
+        """Token ids of documents as the decoder reads them in front of a question, without a memory.
+
+        Args:
+            documents: the texts; one may be a list of passages.
+            max_tokens: keep only so many tokens of each, with those that open it; all if not given.
+
+        Raises:
+            ValueError: an encoder-decoder, whose decoder reads no documents.
+        """
+        config = self.model.config
+        if config.is_encoder_decoder:
+            raise ValueError(f"the decoder of a {type(self.model).__name__} reads no documents, only memories")
+        _check_documents(documents)
+        return [decoder_document_ids(config, self._question_tokenizer, text, max_tokens) for text in documents]
+
+    def _passages(self, documents: Any, most: int | None = None) -> list[list[list[int]]]:
+        """Token ids of each document's passages."""
+        is_one = isinstance(documents, (str, Mapping)) or not isinstance(documents, Iterable)
+        texts: list[Any] = [documents] if is_one else list(documents)
+        _check_documents(texts)
+        return passages_ids(self.model.config, self._document_tokenizer, texts, most)
+
+    def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
+        """A memory from its file, on the model's device; one that is loaded already comes back as it is.
+
+        Raises:
+            TypeError: neither.
+        """
+        if isinstance(source, (str, os.PathLike)):
+            return self._memory_class.load(source, device=self.device, dtype=self.model.dtype)
+        if not is_memory(source):
+            raise TypeError(f"`memory` must be a CompressedContext, its file, or a list of these, got {source!r}")
+        return source
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Save model and tokenizer; the model brings the code of both itself and this pipeline.
+
+        Args:
+            save_directory: the folder.
+            kwargs: arguments of the model's `save_pretrained`.
+        """
+        self.model.save_pretrained(save_directory, **kwargs)
+        self.tokenizer.save_pretrained(save_directory)
+
+    # --- the steps of a pipeline ---
+
+    def _sanitize_parameters(
+        self,
+        prompt: str | None = None,
+        max_tokens: int | None = None,
+        join: bool | None = None,
+        full_text: bool | None = None,
+        ratio: int | str | None = None,
+        allow_untrained_ratio: bool | None = None,
+        **generate_kwargs: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        check_generation(generate_kwargs)
+        if isinstance(ratio, (list, tuple)) or (isinstance(ratio, Tensor) and ratio.dim()):
+            raise ValueError(f"`ratio` must be a single one, got {ratio}: a question is asked at one ratio at a time")
+        for name, value in (("join", join), ("full_text", full_text)):
+            if value is not None and not isinstance(value, bool):
+                raise TypeError(f"`{name}` must be True or False, got {value!r}")
+        if full_text and ratio is not None:
+            raise ValueError(f"`full_text` compresses nothing: leave out the `ratio`, {ratio!r}")
+        read = {"prompt": prompt, "max_tokens": max_tokens, "join": join, "full_text": full_text}
+        given = {"join": join, "ratio": ratio, "allow_untrained_ratio": allow_untrained_ratio}
+        return (
+            {name: value for name, value in read.items() if value is not None},
+            {**{name: value for name, value in given.items() if value is not None}, **generate_kwargs},
+            {},
+        )
+
+    def preprocess(
+        self,
+        inputs: dict[str, Any],
+        prompt: str | None = None,
+        max_tokens: int | None = None,
+        join: bool = False,
+        full_text: bool = False,
+    ) -> dict[str, Any]:
+        """Turn texts into token ids and files into memories."""
+        self.check_max_tokens(max_tokens)
+        name = "context" if inputs["memory"] is None else "memory"
+        sources, reads_one = _listed_of_context_compression_qa(name, inputs[name])
+        if name == "memory":
+            self.check_serves_memories("so that no memory is asked here: give the document, `context`")
+        rows: list[Any] = [None]
+        if full_text:
+            if name == "memory":
+                raise ValueError("`full_text` reads a document's own tokens: give `context` in place of a memory")
+            rows = self.full_text_ids(sources, max_tokens)
+            rows = [[token for row in rows for token in row]] if join else rows
+        texts = [self._texts(inputs["question"], inputs["messages"], prompt, row) for row in rows]
+        compresses, (question_ids, asks_one) = name == "context" and not full_text, texts[0]
+        return {
+            "question_ids": question_ids,
+            # Behind the tokens of each document that is not compressed.
+            "full_text_ids": [ids for ids, _ in texts] if full_text else None,
+            "document_ids": (
+                [cut_passages(row, max_tokens) for row in self._passages(sources, max_tokens)] if compresses else None
+            ),
+            "memories": [self.load_memory(source) for source in sources] if name == "memory" else None,
+            "batch_size": inputs["batch_size"],
+            "asks_one": asks_one,
+            "reads_one": reads_one,
+        }
+
+    def _texts(
+        self, question: Any, messages: Any, prompt: str | None, document: Sequence[int] | None = None
+    ) -> tuple[list[list[int]], bool]:
+        """Token ids of questions or conversations, behind a document's if these are given; and whether it was one."""
+        config, tokenizer = self.model.config, self._question_tokenizer
+        if messages is None:
+            questions, asks_one = _listed_of_context_compression_qa("question", question)
+            check_texts("question", questions)
+            if document is not None:
+                return [full_context_ids(config, tokenizer, document, text, prompt) for text in questions], asks_one
+            return [question_ids(config, tokenizer, text, prompt) for text in questions], asks_one
+        if prompt is not None:
+            raise ValueError("`prompt` is what a `question` stands in: leave it out beside `messages`")
+        conversations, _ = _listed_of_context_compression_qa("messages", messages)
+        asks_one = isinstance(conversations[0], Mapping)
+        if asks_one:
+            conversations = [conversations]
+        for conversation in conversations:
+            if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, Mapping) for m in conversation):
+                raise TypeError(f"`messages` must be messages with `role` and `content`, got {conversation!r}")
+            check_texts("messages", [message.get("content") for message in conversation])
+        return [message_ids(config, tokenizer, messages, document) for messages in conversations], asks_one
+
+    def _forward(
+        self,
+        inputs: dict[str, Any],
+        join: bool = False,
+        ratio: int | str | None = None,
+        allow_untrained_ratio: bool = False,
+        **generate_kwargs: Any,
+    ) -> dict[str, Any]:
+        batch_size, questions, documents = (inputs[name] for name in ("batch_size", "question_ids", "document_ids"))
+        generate_kwargs = with_defaults(generate_kwargs, MAX_NEW_TOKENS, self._pad_token_id)
+        answers: list[list[Tensor]] = []
+        if inputs["full_text_ids"] is not None:
+            for texts in inputs["full_text_ids"]:
+                answers += self._answers([None], texts, batch_size, lambda *_: None, generate_kwargs)
+        elif documents is not None and self.model.config.compresses_questions:
+            if join and len(documents) > 1:
+                self.check_serves_memories("so that several are not joined: ask about each of them")
+
+            def memory_of(rows: Sequence[Any], text: dict[str, Tensor]) -> CompressedContext:
+                # One ratio gives one memory.
+                return self.compress_ids(rows, ratio, allow_untrained_ratio, text)  # type: ignore[return-value]
+
+            answers = self._answers(documents, questions, batch_size, memory_of, generate_kwargs)
+        else:
+            for memory in self._memories(inputs, join, ratio, allow_untrained_ratio):
+
+                def rows_of(rows: Sequence[Any], _: Any, memory: CompressedContext = memory) -> CompressedContext:
+                    return memory.rows(rows)
+
+                rows = range(memory.batch_size)
+                answers += self._answers(rows, questions, batch_size, rows_of, generate_kwargs)
+        reads_one = join or (inputs["reads_one"] and len(answers) == 1)
+        return {"answers": answers, "asks_one": inputs["asks_one"], "reads_one": reads_one}
+
+    def postprocess(self, outputs: dict[str, Any]) -> Any:
+        """Decode the answers, and take them out of the lists that a single question or document needs not."""
+        answers: list[Any] = [
+            [{"answer": self.tokenizer.decode(ids, skip_special_tokens=True).strip()} for ids in document]
+            for document in outputs["answers"]
+        ]
+        if outputs["asks_one"]:
+            answers = [document[0] for document in answers]
+        return answers[0] if outputs["reads_one"] else answers
+
+    @property
+    def _memory_class(self) -> type[CompressedContext]:
+        # The one beside the model: a checkpoint with code of its own has its own.
+        return self.model.base_model.memory_class
+
+    def _memories(
+        self, inputs: dict[str, Any], join: bool, ratio: int | str | None, allow_untrained_ratio: bool
+    ) -> Iterable[CompressedContext]:
+        """The memories that are asked: those given, or of the documents in batches; a single one if all are joined."""
+        memories, documents, batch_size = (inputs[name] for name in ("memories", "document_ids", "batch_size"))
+        if memories is None:
+            batches = batches_in_order([sum(map(len, row)) for row in documents], batch_size, _MOST_PADDING)
+            memories = (
+                self.compress_ids([documents[row] for row in batch], ratio, allow_untrained_ratio) for batch in batches
+            )
+        else:
+            if ratio is not None:
+                memories = [memory.at_ratio(ratio) for memory in memories]
+            # Once, and not again for each batch of questions.
+            memories = [memory.to(self.device, self.model.dtype) for memory in memories]
+        if join:
+            rows = [memory.rows(row) for memory in memories for row in range(memory.batch_size)]
+            memories = [self._memory_class.concatenate(rows) if len(rows) > 1 else rows[0]]
+        return memories
+
+    def _checked_batch_size(self, given: int | None) -> int:
+        batch_size = (self._batch_size or BATCH_SIZE) if given is None else given
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int):
+            raise TypeError(f"`batch_size` must be an int, got {batch_size!r}")
+        if batch_size < 1:
+            raise ValueError(f"`batch_size` must be 1 or more, got {batch_size}")
+        return batch_size
+
+    def _answers(
+        self,
+        sources: Sequence[Any],
+        questions: list[list[int]],
+        batch_size: int,
+        memory_of: Callable[[list[Any], dict[str, Tensor]], CompressedContext | None],
+        generate_kwargs: dict[str, Any],
+    ) -> list[list[Tensor]]:
+        """The new tokens of every question for every source, questions of all sources in common batches."""
+        pairs = [(source, question) for source in sources for question in questions]
+        new_tokens: list[Tensor] = []
+        for start in range(0, len(pairs), batch_size):
+            batch = pairs[start : start + batch_size]
+            text = padded([question for _, question in batch], self.device)
+            output = self.model.generate(
+                **text,
+                memory=memory_of([source for source, _ in batch], text),
+                **generate_kwargs,
+            )
+            new_tokens += output[:, text["input_ids"].shape[1] :]
+        return [new_tokens[start : start + len(questions)] for start in range(0, len(new_tokens), len(questions))]
+
+    @property
+    def _pad_token_id(self) -> int | None:
+        pad = self.tokenizer.pad_token_id
+        return self.tokenizer.eos_token_id if pad is None else pad
+
+
+def _check_documents(texts: Sequence[Any]) -> None:
+    check_texts("context", [p for text in texts for p in (text if isinstance(text, (list, tuple)) else [text])])
+
+
+def _listed_of_context_compression_qa(name: str, value: Any) -> tuple[list[Any], bool]:
+    """One thing or several as a list, and whether it was one."""
+    if isinstance(value, (list, tuple)):
+        if not value:
+            raise ValueError(f"`{name}` is an empty list")
+        return list(value), False
+    return [value], True
+
+
+# memory/key_value_memory.py
+
+# Frequencies that do not depend on the length of the sequence, so that keys can be rotated on.
+_FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", None)
+# Families that rotate neighbouring channels, and not the halves of a key, against each other.
+_INTERLEAVED = ("cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium", "llama4_text")
+# Families that turn a half's channels the other way, or norm keys behind the rotation.
+_TURNED_OTHERWISE = ("nanochat", "hunyuan_v1_dense", "hunyuan_v1_moe")
+# Families whose layers that see everything turn no keys; of the second, only beside others with a sliding window.
+_TURN_IN_WINDOWS = ("afmoe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini")
+_OR_WITHOUT_WINDOW = ("exaone4", "exaone_moe", "kolibri1")
+_NUM_SLOTS = "_context_compressor_num_slots"
+
+
+def note_cached_slots(cache: Cache | None, num_places: int) -> None:
+    """Keep with a cache how many places slots take in it in front of the text."""
+    if cache is not None:
+        setattr(cache, _NUM_SLOTS, num_places)
+
+
+def num_cached_slots(cache: Cache | None) -> int:
+    """Places that slots take in a cache; 0 in an empty one, and where it was filled by another model."""
+    return getattr(cache, _NUM_SLOTS, 0) if cache is not None and cache.get_seq_length() else 0
+
+
+class ReadOnlyCache(DynamicCache):
+    """Keys and values that every layer reads in front of its own, and to which nothing is added.
+
+    Args:
+        key_values: a pair for each layer, `(batch_size, num_heads, num_slots, head_dim)`.
+    """
+
+    def __init__(self, key_values: KeyValues):
+        super().__init__()
+        self._key_values = key_values
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """The layer's memory with the new keys and values behind it."""
+        keys, values = self._key_values[layer_idx]
+        return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of slots, padding slots included."""
+        return self._key_values[layer_idx][0].shape[2]
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """The place of the first text token."""
+        return self.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Number of places that are attended to, and the first of them."""
+        return self.get_seq_length() + query_length, 0
+
+
+def keep_caches_under_checkpointing(model: nn.Module, enable: bool) -> None:
+    """Let checkpointed layers keep the cache that they are given, or again drop it as the library has it."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer._can_checkpoint_with_cache = enable
+
+
+def aligned_right(memory: CompressedContext, is_full: bool) -> KeyValues:
+    """The memory's keys and values with its padding slots in front; as they are where all slots are real."""
+    pairs = memory.key_values or ()
+    if is_full:
+        return pairs
+    order = memory.attention_mask.argsort(dim=1, stable=True)
+    return tuple((take_places(keys, order, dim=2), take_places(values, order, dim=2)) for keys, values in pairs)
+
+
+def filled_cache(key_values: KeyValues, cache: Cache | None, use_cache: bool) -> Cache:
+    """A cache that starts with the memory: the one given, a new one, or where none is wanted one to read only."""
+    if cache is None and not use_cache:
+        return ReadOnlyCache(key_values)
+    cache = DynamicCache() if cache is None else cache
+    if key_values[0][0].shape[2]:
+        for layer, (keys, values) in enumerate(key_values):
+            cache.update(keys, values, layer)
+    return cache
+
+
+def inverse_frequencies(backbone: PreTrainedModel) -> Tensor | None:
+    """Angles per position of the backbone's rotary embedding, `(head_dim / 2,)`; `None` where they are not fixed, or
+    do not turn one half of a whole key against the other, or not those of every layer alike."""
+    rotary = getattr(backbone, "rotary_emb", None)
+    if getattr(rotary, "rope_type", None) not in _FIXED_ROPE_TYPES or backbone.config.model_type in _INTERLEAVED:
+        return None
+    if backbone.config.model_type in _TURNED_OTHERWISE or not _turns_all_layers(backbone.config):
+        return None
+    frequencies = getattr(rotary, "inv_freq", None)
+    if frequencies is None or 2 * len(frequencies) != key_value_shape(backbone.config)[2]:
+        return None
+    return frequencies.float().clone()
+
+
+def _turns_all_layers(config: Any) -> bool:
+    """Whether the keys of all layers have rotary positions, with the same angles."""
+    # 1 for a layer with rotary positions.
+    if 0 in (getattr(config, "no_rope_layers", None) or ()):
+        return False
+    # 0 or `None` for a layer without them.
+    bases = set(getattr(config, "layer_rope_theta", None) or (1.0,))
+    if len(bases) > 1 or not all(bases):
+        return False
+    if config.model_type not in _TURN_IN_WINDOWS or "full_attention" not in config.layer_types:
+        return True
+    return config.model_type in _OR_WITHOUT_WINDOW and config.sliding_window is None
+
+
+def key_value_shape(config: Any) -> tuple[int, int, int]:
+    """Layers, key/value heads and head dimension of a language model."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
+def sliding_window(config: Any) -> int | None:
+    """Tokens that a layer of the model sees at most, or `None` where all layers see everything."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    return window if kinds is None or "sliding_attention" in kinds else None
+
+
+def check_sliding_window(config: Any, num_slots: int, num_text_tokens: int) -> None:
+    """Slots and text must fit into a sliding window: keys and values stand in front of the text at every layer."""
+    window = sliding_window(config)
+    if window is not None and num_slots + num_text_tokens > window:
+        raise ValueError(
+            f"{num_slots} slots and {num_text_tokens} text tokens do not fit into the base's sliding window of "
+            f"{window} tokens: a memory of key/values needs them all inside; take a higher ratio or a shorter text"
+        )
+
+
+# compressor/memory_checks.py
+
+def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContext:
+    """The memory, one row for each text row, on the model's device and of its dtype."""
+    if not is_memory(memory):
+        raise TypeError(f"`memory` must be a CompressedContext, as `compress` returns it, got {type(memory).__name__}")
+    _check_carrier(memory, model)
+    if not model.made(memory):
+        maker = f"the model {memory.model_id}" if memory.model_id else "another model, in training mode"
+        raise ValueError(f"`memory` was made by {maker}, not by this one, {model.model_id}")
+    num_texts = input_ids.shape[0]
+    if memory.batch_size not in (1, num_texts):
+        raise ValueError(f"`memory` has {memory.batch_size} rows, `input_ids` has {num_texts}")
+    if (memory.device, memory.dtype) != (input_ids.device, model.dtype):
+        # Checks that no value is beyond what the model's type can hold.
+        memory = memory.to(device=input_ids.device, dtype=model.dtype)
+    return memory if memory.batch_size == num_texts else memory.repeat_interleave(num_texts)
+
+
+def _check_carrier(memory: CompressedContext, model: Any) -> None:
+    if memory.carrier != model.config.carrier:
+        raise ValueError(f"`memory` holds {memory.carrier}, {type(model).__name__} reads {model.config.carrier}")
+    if memory.embeddings is not None:
+        width = model.config.hidden_size
+        if width_of(memory.embeddings) != width:
+            raise ValueError(
+                f"`memory` has slots of width {width_of(memory.embeddings)}, the decoder reads width {width}"
+            )
+        return
+    pairs = memory.key_values or ()
+    keys = pairs[0][0]
+    found, wanted = (len(pairs), keys.shape[1], width_of(keys)), key_value_shape(model.config.decoder_config)
+    if found != wanted:
+        raise ValueError(
+            f"`memory` has (layers, key/value heads, head dimension) = {found}, the decoder reads {wanted}"
+        )
+
+
+def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[CompressedContext, bool, int]:
+    """Check a text and the memory in front of it by one wait for the device."""
+    memory = check_memory(memory, model, text.input_ids)
+    # A run of training stops at its loss, and names the batch.
+    flags = [] if model.training else value_flags(memory, finite=True)
+    longest = (memory.num_slots + text.attention_mask.sum(dim=1)).max()
+    *found, all_real, longest = check_together(text, also=[*flags, memory.attention_mask.all(), longest])
+    if flags:
+        refuse_values(memory, found)
+    return memory, bool(all_real), longest
+
+
+def check_source(
+    context_input_ids: Tensor | None,
+    memory: CompressedContext | None,
+    ratio: Any,
+    context_attention_mask: Tensor | None,
+    chunk_lengths: Any = None,
+) -> None:
+    """What stands in front of a text is a context or a memory, and all else is the context's: where none is compressed
+    a ratio must be that of the memory, and a mask has no ids."""
+    if context_input_ids is not None:
+        if memory is not None:
+            raise ValueError("give either `context_input_ids` or `memory`, not both")
+        return
+    if context_attention_mask is not None:
+        raise ValueError("`context_attention_mask` is the mask of `context_input_ids`, which are not given")
+    if chunk_lengths is not None:
+        raise ValueError("`context_chunk_lengths` are those of `context_input_ids`, which are not given")
+    if ratio is None:
+        return
+    if memory is None:
+        raise ValueError(f"`ratio` is {ratio}, but no context is compressed: give `context_input_ids`")
+    if not is_memory(memory):
+        return
+    if isinstance(ratio, str) and ratio == "auto":
+        raise ValueError(f"`ratio` is 'auto', but `memory` has its ratio already, {memory.ratio}: leave `ratio` out")
+    is_tensor = isinstance(ratio, Tensor) and ratio.dtype in INTEGER_DTYPES and ratio.dim() < 2
+    if not is_tensor and (isinstance(ratio, bool) or not isinstance(ratio, int)):
+        raise TypeError(f"`ratio` must be an int or a LongTensor, got {ratio!r}")
+    own, asked = torch.as_tensor(memory.ratio).cpu(), torch.as_tensor(ratio).cpu()
+    fit = own.dim() == 0 or asked.dim() == 0 or 1 in (len(own), len(asked)) or own.shape == asked.shape
+    if not fit or not bool((own == asked).all()):
+        coarser = "" if memory.coarsest_ratios is None else ", or give `memory.at_ratio(ratio)` if it is coarser"
+        raise ValueError(
+            f"`memory` was compressed at ratio {memory.ratio}, `ratio` is {ratio}: leave `ratio` out{coarser}"
+        )
+
+
+def warn_about_positions(
+    decoder_config: PreTrainedConfig, memory: CompressedContext, offset: Tensor, num_text_tokens: int
+) -> None:
+    """Say once that slots and text reach further than the decoder's positions, where it may have learned nothing."""
+    limit = getattr(decoder_config, "max_position_embeddings", None)
+    # Under the enhanced layout a text stands behind all tokens of the context, how many only the device knows.
+    if limit is None or (
+        memory.position_layout != "enhanced" and memory.attention_mask.shape[1] + num_text_tokens <= limit
+    ):
+        return
+    if int(offset.max()) + num_text_tokens > limit:
+        # Under the enhanced layout no ratio moves a text.
+        otherwise = "give less text" if memory.position_layout == "enhanced" else "take a higher ratio"
+        logger_of_base_weights.warning_once(
+            f"slots and text need more positions than the {limit} of the decoder (max_position_embeddings), and it "
+            f"may not read what lies behind them: {otherwise}, or join fewer memories"
+        )
+
+
+# memory/headwise_memory.py
+
+_HEAD_MASKS = "_context_compressor_head_masks"
+
+
+def forget_head_masks(cache: Cache | None) -> None:
+    """Take back what `note_head_masks` keeps with a cache."""
+    if getattr(cache, _HEAD_MASKS, None) is not None:
+        setattr(cache, _HEAD_MASKS, None)
+
+
+# compressor/serving.py
+
+@torch.no_grad()
+def prompt_embeds(
+    memory: CompressedContext,
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: str | Sequence[Mapping[str, str]] | None,
+    model: Any,
+) -> Tensor:
+    """Slots and text as the decoder reads them, `(num_places, hidden_size)`; see `CompressedContext.to_prompt_embeds`."""
+    check_decoder_served(model)
+    slots = served_slots(memory)
+    if messages is None:
+        return slots
+    backbone = model.base_model
+    ids = message_ids(model.config, tokenizer, messages)
+    text = backbone.text_rows(torch.tensor([ids], device=model.device), None)
+    memory, is_full, _ = check_text_and_memory(text, memory, backbone)
+    inputs, _ = backbone.first_inputs(text, None, memory, None, is_full)
+    return inputs["inputs_embeds"][0, inputs["attention_mask"][0].bool()]
+
+
+def check_decoder_served(model: Any) -> None:
+    """Raise `ValueError` if no server of the decoder alone can read this compressor's memories; it says why."""
+    config = model.config
+    if config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} reads a memory by cross-attention, which servers do not offer")
+    check_served_form(config.carrier, config.position_layout)
+    scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
+    if scale != 1.0:
+        raise ValueError(
+            f"the decoder {config.decoder_config.model_type!r} multiplies token embeddings by {scale:.4g}; "
+            "servers do so with embeddings that they are given, and these would be multiplied twice"
+        )
+
+
+@torch.no_grad()
+def decoder_language_model(model: Any) -> PreTrainedModel:
+    """A compressor's decoder as a plain language model of its own architecture, for a server; see its method."""
+    config = model.config
+    if config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} has no decoder that is a language model of its own")
+    check_adapters(model)
+    # Copies: the encoder's adapters may sit on the same weights, and stay there.
+    decoder = copy.deepcopy(model.base_model.language_model)
+    merge_lora(decoder, DECODER)
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(copy.deepcopy(config.decoder_config))
+    setattr(plain, plain.base_model_prefix, decoder)
+    plain.set_output_embeddings(copy.deepcopy(model.get_output_embeddings()))
+    plain.tie_weights()
+    plain.generation_config = copy.deepcopy(model.generation_config)
+    plain.requires_grad_(False)
+    return plain.to(model.dtype).eval()
+
+
+# compressor/pretrained_compressor.py
+
+class CompressorPreTrainedModel(PreTrainedModel):
+    """A compressor's backbone, or a model that has one as `model`.
+
+    A subclass says how it takes its weights from a base (`load_base_weights`), and whether all of the base trains.
+    """
+
+    config_class: type[CompressorConfig] = CompressorConfig
+    # Tokens of contexts that are read in one pass, so that long ones take no more memory; in training all are.
+    tokens_at_once = 8192
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    # Loads what `from_base` starts from.
+    base_auto_class: Any = AutoModelForCausalLM
+    # Whether all of the base trains, in its own type: checkpoints are then always whole.
+    trains_base = True
+    # Makes the tokens of contexts, where the encoder reads others than the decoder; else `None`.
+    encoder_tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def method_parameters(self) -> Sequence[str]:
+        """Patterns of the parameters that train unless the configuration says otherwise."""
+        return (r".",)
+
+    # --- from a base ---
+
+    @classmethod
+    def from_base(
+        cls,
+        base: str | os.PathLike,
+        encoder: str | os.PathLike | None = None,
+        encoder_revision: str | None = None,
+        hub_id: str | None = None,
+        adapter: str | os.PathLike | None = None,
+        **fields: Any,
+    ) -> Any:
+        """Start a compressor from a pretrained language model.
+
+        Args:
+            base: Hub repository or folder of a causal language model. A base that `pretrained_base` has fetched is
+                taken from its cache.
+            encoder: Hub repository or folder of another language model that encodes, of any width and family, for
+                methods that take an encoder of its own. If it has another tokenizer, contexts are tokenized with that,
+                which is then `encoder_tokenizer` of the model and part of its checkpoints.
+            encoder_revision: Revision of `encoder`.
+            hub_id: Repository of the base, where `base` is a folder with a copy of it, or with a GGUF file that was
+                made of it: checkpoints then name it, and leave out its weights.
+            adapter: Hub repository or folder of a LoRA adapter that PEFT has trained on the base, such as a reader of
+                full texts: the decoder's own, or one that both sides share, starts as it.
+            fields: Fields of the method's configuration, and arguments for loading the base: `dtype`,
+                `attn_implementation`, `device_map`, `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`,
+                and `gguf_file`, a GGUF file in the repository or folder, whose weights are dequantised.
+
+        Returns:
+            The compressor in evaluation mode: the base's weights, held once, and its own parts at their start values.
+
+        Raises:
+            ValueError: a field that the configuration does not have, a value that it does not allow, a base whose
+                logits are more than its LM head's weight (a bias, a scale), or one on several devices or offloaded, or
+                an `adapter` that does not fit.
+        """
+        return start_from_base(cls, base, encoder, encoder_revision, hub_id, adapter, fields)
+
+    def load_base_weights(self, base: PreTrainedModel, encoder: PreTrainedModel | None = None) -> None:
+        """Take the tensors of a pretrained model (not copies of them), and give start values to everything else.
+
+        Args:
+            base: what `base_auto_class` loaded.
+            encoder: another model that encodes, where the method takes one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say which of a base's weights it takes")
+
+    # Whether `take_from_tokenizer` takes anything.
+    needs_encoder_tokenizer = False
+
+    def take_from_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Take what the method needs to know of the tokenizer of an encoder of its own; by default nothing."""
+
+    @staticmethod
+    def _init_like_embeddings(parameter: nn.Parameter, backbone: PreTrainedModel) -> None:
+        """N(mean, std), two scalars of the backbone's whole table of token embeddings (the code of EPL's authors)."""
+        table = backbone.get_input_embeddings()
+        weight = table.weight.float() * getattr(table, "scalar_embed_scale", 1.0)
+        drawn = torch.randn_like(parameter, dtype=torch.float32)
+        init.copy_(parameter, weight.mean() + drawn * weight.std())
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As in transformers; an encoder of its own that reads the decoder's tokens gets as many."""
+        before = self.get_input_embeddings().num_embeddings
+        table = super().resize_token_embeddings(*args, **kwargs)
+        encoder, config = getattr(self.base_model, "encoder_model", None), self.config.encoder_config
+        if encoder is not None and self.config.encoder_tokenizer is None and config.vocab_size == before:
+            encoder.resize_token_embeddings(table.num_embeddings)
+            config.vocab_size = table.num_embeddings
+        return table
+
+    # --- what trains ---
+
+    def post_init(self) -> None:
+        super().post_init()
+        self.apply_trainable_set()
+
+    def apply_trainable_set(self) -> None:
+        """Let the parameters train that `config.trainable_parameters`, or else the method, names; freeze the rest.
+
+        Raises:
+            ValueError: a pattern of `config.trainable_parameters` matches no parameter, or the stage's none at all.
+        """
+        chosen, of_the_stage = self.config.trainable_parameters, self.config.stage_parameters
+        usual = self.base_model.method_parameters if of_the_stage is None else of_the_stage
+        patterns = [re.compile(pattern) for pattern in (usual if chosen is None else chosen)]
+        matched = set()
+        for name, parameter in self.named_parameters():
+            hits = [pattern.pattern for pattern in patterns if pattern.search(name)]
+            matched.update(hits)
+            parameter.requires_grad_(bool(hits) and parameter.is_floating_point())
+        unused = [] if chosen is None else [pattern for pattern in chosen if pattern not in matched]
+        if chosen is None and of_the_stage and not matched:
+            raise ValueError(
+                f"`training_stage` {self.config.training_stage!r} trains query, key and value maps, and a decoder of "
+                f"type {self.config.decoder_config.model_type!r} has none of the known names: name its own in "
+                "`trainable_parameters`"
+            )
+        # The backbone alone has no LM head, so the whole set is only known to the model that has everything.
+        if unused and self.get_output_embeddings() is not None:
+            raise ValueError(f"`trainable_parameters` {unused} match no parameter of {type(self).__name__}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the base; what trains beside a frozen base is float32."""
+        return self.get_input_embeddings().weight.dtype
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **kwargs: Any
+    ) -> None:
+        with_adapters = CheckpointWithAdapters(self, gradient_checkpointing_func)
+        super()._set_gradient_checkpointing(enable, with_adapters, **kwargs)
+        if self.config.carrier == "key_values":
+            keep_caches_under_checkpointing(self, enable)
+
+    @property
+    def peft_config(self) -> dict[str, Any]:
+        """The settings of the adapters that `peft.get_peft_model` has put on this model, by name.
+
+        PEFT leaves what trains already as it is, but saves its own adapter only: all else is frozen when it comes.
+        """
+        if "_peft_config" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no adapters beside its own")
+        return self.__dict__["_peft_config"]
+
+    @peft_config.setter
+    def peft_config(self, value: dict[str, Any]) -> None:
+        if any(isinstance(getattr(module, "base_layer", None), AdaptedByPass) for module in self.modules()):
+            kinds = sorted({config.peft_type.value for config in value.values()})
+            raise ValueError(f"{type(self).__name__} has LoRA of its own, and takes no other adapters, got {kinds}")
+        self.__dict__["_peft_config"] = value
+        for name, parameter in self.named_parameters():
+            if not set(value) & set(name.split(".")):
+                parameter.requires_grad_(False)
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        del self.__dict__["_peft_config"]
+        self.apply_trainable_set()
+
+    def load_adapter(
+        self,
+        peft_model_id: str | os.PathLike,
+        adapter_name: str = "default",
+        *args: Any,
+        is_trainable: bool = False,
+        adapter_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Put an adapter that PEFT has saved on this model, as in `transformers`, beside its own."""
+        return put_adapter_on(self, peft_model_id, adapter_name, is_trainable, adapter_kwargs or {})
+
+    # --- checkpoints ---
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *args: Any,
+        base_model: str | os.PathLike | None = None,
+        encoder_base_model: str | os.PathLike | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more.
+
+        A light checkpoint names its base model, whose weights are fetched and checked, and its own take their places;
+        type, devices, attention and quantization are those asked for here.
+
+        Args:
+            pretrained_model_name_or_path: Hub repository or folder.
+            args: As in `transformers`.
+            base_model: Where a light checkpoint's base is, Hub repository or folder, if not where the checkpoint says.
+            encoder_base_model: Where the model that its encoder started from is, if that is another one.
+            kwargs: As in `transformers`.
+
+        Raises:
+            ValueError: the checkpoint is of another method, weights are missing from it, so that parts of the model
+                would be random, or the base is another model than the one that the checkpoint was made on.
+            OSError: the checkpoint, or the base that a light one names, cannot be had.
+        """
+        name, load = pretrained_model_name_or_path, super().from_pretrained
+        return load_checkpoint(cls, load, name, base_model, encoder_base_model, args, kwargs)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        save_dtype: torch.dtype | str | None = None,
+        include_base: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save a folder that loads anywhere: safetensors, configuration, generation configuration, code and card.
+
+        A model that started from a base on the Hub is saved light: what differs from the base (the method's parts,
+        adapters, base weights that have trained), and the base's name, revision and fingerprint. One that started from
+        a folder is saved whole, since nobody else has that folder.
+
+        Args:
+            save_directory: The folder.
+            is_main_process: Whether this process writes, when several train together.
+            state_dict: Weights to save in place of the model's own.
+            push_to_hub: Upload the same, too, to the repository `repo_id` (by default the folder's name), with the
+                arguments of `push_to_hub`.
+            save_dtype: Floating-point type to store all weights in; as they are held if not given, so that a training
+                run resumes exactly.
+            include_base: Whether to store the base's weights, too. `False` also leaves out those of a base in a
+                folder, which must then be given as `base_model` when the checkpoint is loaded.
+            kwargs: As in `transformers.PreTrainedModel.save_pretrained`.
+
+        Raises:
+            ValueError: the folder holds a link to a file outside of it, or the base cannot be left out.
+        """
+        names = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
+        repository = {name: kwargs.pop(name) for name in names if name in kwargs}
+        save = super().save_pretrained
+        save_checkpoint(self, save, save_directory, is_main_process, state_dict, save_dtype, include_base, kwargs)
+        if push_to_hub and is_main_process:
+            repo_id = repository.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
+            saving = {"state_dict": state_dict, "save_dtype": save_dtype, "include_base": include_base}
+            saving |= {name: kwargs[name] for name in ("max_shard_size",) if name in kwargs}
+            upload_checkpoint(self, repo_id, saving, token=kwargs.get("token"), **repository)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = "50GB",
+        save_dtype: torch.dtype | str | None = None,
+        include_base: bool | None = None,
+        tags: list[str] | None = None,
+    ) -> str:
+        """Upload what `save_pretrained` writes; a card that the repository already has is left as it is.
+
+        Args:
+            repo_id: Repository on the Hub; it is made if it does not exist.
+            commit_message, commit_description: Of the commit.
+            private: Whether a new repository is private.
+            token: Access token; the stored one if not given.
+            revision: Branch; it is made if it does not exist.
+            create_pr: Open a pull request instead of writing to the branch.
+            max_shard_size, save_dtype, include_base: As in `save_pretrained`.
+            tags: More tags for a new card.
+
+        Returns:
+            Address of the commit.
+        """
+        saving = {"max_shard_size": max_shard_size, "save_dtype": save_dtype, "include_base": include_base}
+        return upload_checkpoint(
+            self,
+            repo_id,
+            saving,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            private=private,
+            token=token,
+            revision=revision,
+            create_pr=create_pr,
+            tags=tags,
+        )
+
+    def link_base(
+        self,
+        base: str | os.PathLike,
+        encoder: str | os.PathLike | None = None,
+        hub_id: str | None = None,
+        **loading: Any,
+    ) -> None:
+        """Find out which weights are a base model's own, so that `save_pretrained` can leave them out.
+
+        For a model that was loaded from a whole checkpoint; others know it.
+
+        Args:
+            base: Hub repository or folder of the base.
+            encoder: That of the model that the encoder started from, if it is another one.
+            hub_id: Repository of the base, where `base` is a folder with a copy of it.
+            loading: `revision`, `token`, `cache_dir` or `local_files_only`.
+
+        Raises:
+            ValueError: no weight is the base's, or the method trains all of its base.
+        """
+        link_base(self, base, encoder, hub_id, loading)
+
+    @classmethod
+    def auto_map(cls) -> dict[str, str]:
+        """The `auto_map` of checkpoints of this class."""
+        return cls.config_class.default_auto_map()
+
+    @classmethod
+    def is_remote_code(cls) -> bool:
+        # The library would copy the code without making it flat; `save_pretrained` writes it itself.
+        return False
+
+    # --- what answers come from ---
+
+    def question_answering(self, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> Pipeline:
+        """This model as the pipeline "context-compression-qa", on the device where it is.
+
+        Args:
+            tokenizer: the tokenizer saved with it.
+            kwargs: arguments of [`ContextCompressionQAPipeline`].
+        """
+        if getattr(self, "hf_device_map", None) is None:
+            kwargs.setdefault("device", self.device)
+        return ContextCompressionQAPipeline(model=self, tokenizer=tokenizer, **kwargs)
+
+    def prompt_embeds(
+        self,
+        memory: CompressedContext,
+        tokenizer: PreTrainedTokenizerBase | None,
+        messages: str | Sequence[Mapping[str, str]] | None,
+    ) -> Tensor:
+        """Memory and text as one prompt of embeddings; see [`CompressedContext.to_prompt_embeds`]."""
+        return prompt_embeds(memory, tokenizer, messages, self)
+
+
+# compressor/backbone.py
+
+# Pads for each token of a pass.
+_MOST_PADDING_of_backbone = 0.2
+
+
+class CompressorBackbone(CompressorPreTrainedModel):
+    """`compress` of every compressor; a method adds `encode`."""
+
+    memory_class = CompressedContext
+    # Whether a slot is made of a window of r neighbouring tokens, and of nothing else.
+    pools_windows = False
+    # Whether `encode` needs all chunks of a row, also those without tokens behind the last one of a short row.
+    needs_whole_rows = False
+    # Whether training on a text without context or memory is worth a warning; trainers that mean it say so.
+    warns_of_no_context = True
+    # Learned vectors in front of the slots of each chunk and behind them.
+    marker_embeddings: Any
+    _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None
+    # That of the stored weights, by that of the same weights as they were loaded.
+    _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Here, because a trainer that knows nothing of contexts calls the backbone, whatever its rows bring.
+        trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        has_none = len(args) < 5 and kwargs.get("memory") is None and kwargs.get("context_input_ids") is None
+        if trains and has_none and self.warns_of_no_context and not self.config.is_encoder_decoder:
+            logger_of_base_weights.warning_once(
+                "training without a context: rows bring no `context_input_ids` and no `memory`, so that nothing is "
+                "compressed and the language model reads the text alone; see `CompressionCollator`"
+            )
+        return super().__call__(*args, **kwargs)
+
+    def encode(self, chunks: Chunks, ratios: Sequence[Any]) -> Sequence[Slots]:
+        """The method itself: slots of every ratio from one pass over the context.
+
+        Args:
+            chunks: right-padded `input_ids`, `attention_mask` and `position_ids`, each `(num_chunks, num_tokens)`, and
+                `lengths`, the number of tokens of each chunk; at least one of them has a token.
+            ratios: For each memory wanted, an int or a LongTensor `(num_chunks,)`; of a method that selects ratios
+                also "auto", which it answers in `chunks.selected_ratios`.
+
+        Returns:
+            For each ratio, slots `(num_chunks, num_slots, hidden_size)`, left-aligned: as many for each chunk as the
+            configuration's `chunk_slots` says, and behind them anything. Where the carrier is key/values, for each
+            layer keys and values `(num_chunks, num_heads, num_slots, head_dim)`; [`HeadwisePairs`] where heads keep
+            unlike numbers of them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define `encode`; use the model class of a method")
+
+    @property
+    def encoder_backbone(self) -> nn.Module:
+        """What encodes."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what encodes")
+
+    def compress(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        ratio: int | str | Tensor | Sequence[int | str] | None = None,
+        allow_untrained_ratio: bool = False,
+        *,
+        ratio_scale: float | None = None,
+        chunk_lengths: Tensor | Sequence[Sequence[int]] | None = None,
+        **unused: Any,
+    ) -> CompressedContext | list[CompressedContext]:
+        """Compress contexts into slots.
+
+        Gradients are followed in training mode only, so that compressing a long document keeps no activations.
+
+        Args:
+            input_ids: Token ids `(batch_size, num_tokens)`; no special tokens are added, every id counts.
+            attention_mask: `(batch_size, num_tokens)`, one for real tokens; pads may stand anywhere. All ones if not
+                given.
+            ratio: Context tokens per slot: an int, a LongTensor `(batch_size,)` with one for each row, "auto", or a
+                list of ints and "auto", which gives one memory each from a single pass of the encoder. The
+                checkpoint's first if not given. With "auto" a checkpoint that has a ratio selector takes for each
+                chunk the one of its ratios that the chunk's text asks for, whatever stands beside it; a row's `ratio`
+                is then the chunks' common one, or ceil(tokens / slots).
+            allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
+            ratio_scale: What "auto" adds to the predicted log2 of the ratio, in place of the configuration's: 1 asks
+                for twice the ratio.
+            chunk_lengths: `(batch_size, num_passages)`, or a list for each row: how many of a row's tokens are in each
+                of its passages, which are compressed apart from each other; 0 for none. A passage of more than the
+                configuration's `chunk_size` tokens is cut like any context. `None`: a row is one passage.
+            unused: What the method reads beside contexts, such as `pixel_values`; `token_type_ids`, which some
+                tokenizers add, is ignored.
+
+        Returns:
+            The memory, or a list of memories if `ratio` is a list.
+
+        Raises:
+            ValueError: unknown token ids, a mask of the wrong shape, a ratio that the checkpoint does not have, "auto"
+                or a `ratio_scale` without a ratio selector, one that is not finite or without "auto", or a context
+                longer than the encoder's positions.
+            TypeError: an argument that is not known, or a value of another type.
+        """
+        beside = self.beside_contexts(unused)
+        unknown = set(unused) - {"token_type_ids"}
+        if unknown:
+            raise TypeError(f"compress() got unexpected arguments {sorted(unknown)}")
+        if ratio_scale is not None and not is_number(ratio_scale):
+            raise TypeError(f"`ratio_scale` must be a number, got {ratio_scale!r}")
+        if ratio_scale is not None and not math.isfinite(ratio_scale):
+            raise ValueError(f"`ratio_scale` must be a finite number, got {ratio_scale}")
+        if ratio_scale is not None and not self.config.selects_ratios:
+            raise ValueError(f"`ratio_scale` is {ratio_scale}, but the checkpoint has no ratio selector to be moved")
+        asked = ratio if isinstance(ratio, (list, tuple)) else [ratio]
+        if ratio_scale is not None and not any(isinstance(one, str) and one == "auto" for one in asked):
+            raise ValueError(f"`ratio_scale` is {ratio_scale}, but no `ratio` is 'auto', got {ratio!r}")
+        if ratio_scale is not None:
+            beside["ratio_scale"] = ratio_scale
+        return self.named_memories(input_ids, attention_mask, ratio, allow_untrained_ratio, chunk_lengths, **beside)
+
+    def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What a method reads beside contexts, such as images, taken out of a call's arguments; by default nothing."""
+        return {}
+
+    def named_memories(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        ratio: int | str | Tensor | Sequence[int | str] | None,
+        allow_untrained_ratio: bool,
+        chunk_lengths: Tensor | Sequence[Sequence[int]] | None = None,
+        **beside: Any,
+    ) -> CompressedContext | list[CompressedContext]:
+        """What `compress` returns; `beside` is handed to `encode`."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
+            ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
+            context = self.context_rows(input_ids, attention_mask, chunk_lengths=chunk_lengths)
+            check_together(context)
+            with at_hand(self):
+                memories = self.compress_rows(context, ratios, allow_untrained_ratio, **beside)
+        for memory in memories:
+            memory.maker = weakref.ref(self)
+        if not self.training:
+            # While a model trains its weights change, and so would the name of its memories.
+            for memory in memories:
+                memory.model_id = self.model_id
+        return memories if isinstance(ratio, (list, tuple)) else memories[0]
+
+    def context_memory(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        ratio: Any,
+        name: str = "input_ids",
+        chunk_lengths: Any = None,
+        targets: Tensor | None = None,
+        **beside: Any,
+    ) -> CompressedContext:
+        """A memory without a name, of contexts that are read at once; arguments as `context_rows`, `compress_rows`,
+        `TokenRows`."""
+        context = self.context_rows(input_ids, attention_mask, name, chunk_lengths)
+        context.targets = targets
+        check_together(context)
+        with at_hand(self):
+            return self.compress_rows(context, [ratio], **beside)[0]
+
+    def text_rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> TokenRows:
+        """A text for [`check_together`]."""
+        known = {"vocab_size": self.config.vocab_size, "task_token_ids": self.config.task_token_ids}
+        return token_rows(input_ids, attention_mask, **known, needs_tokens=True)
+
+    def context_rows(
+        self, input_ids: Tensor, attention_mask: Tensor | None, name: str = "input_ids", chunk_lengths: Any = None
+    ) -> TokenRows:
+        """Contexts for [`check_together`]; task tokens belong to the text, and the encoder does not know them."""
+        rows = token_rows(input_ids, attention_mask, name, vocab_size=self.config.get_encoder_config().vocab_size)
+        rows.borders = passage_borders(name.replace("input_ids", "chunk_lengths"), chunk_lengths, input_ids)
+        return rows
+
+    def compress_rows(
+        self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False, **beside: Any
+    ) -> list[CompressedContext]:
+        """Memories without a name, of contexts that [`check_together`] has seen; no more waits for the device.
+
+        Args:
+            context: of `context_rows`.
+            ratios: as in `compress`, one for each memory.
+            allow_untrained_ratio: as in `compress`.
+            beside: handed to `encode`, of a method that reads more than contexts.
+        """
+        config, ids = self.config, context.input_ids
+        ratios = check_ratios(ratios, config.compression_ratios, ids, allow_untrained_ratio, config.selects_ratios)
+        chunks = self.chunks_of(context)
+        chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
+        encoded: Sequence[Slots]
+        if chunks.input_ids.shape[1]:
+            encoded = self.encode_chunks(chunks, chunk_ratios, **beside)
+        else:
+            encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
+            chunks.selected_ratios = torch.full((len(chunks.lengths),), config.default_ratio, device=ids.device)
+        memories: list[CompressedContext] = []
+        for ratio, chunk_ratio, slots in zip(ratios, chunk_ratios, encoded, strict=True):
+            own_ratio: Any = chunks.selected_ratios if isinstance(ratio, str) else chunk_ratio
+            counts = self.kept_slots(chunks, own_ratio)
+            if config.markers_per_chunk and isinstance(slots, Tensor) and max(counts):
+                around = self.marker_embeddings.split([config.slot_markers[side] for side in ("before", "after")])
+                slots, counts = with_markers(slots, counts, *around)
+            if isinstance(ratio, str):
+                ratio = row_ratios(own_ratio, chunks.lengths, counts, chunks.chunks_per_row)
+            fields, slot_mask = joined_fields(slots, counts, chunks.chunks_per_row)
+            is_key_values = config.carrier == "key_values"
+            memory = CompressedContext(
+                **fields,
+                inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
+                attention_mask=slot_mask,
+                position_ids=self.slot_positions(slot_mask, chunks, counts),
+                num_context_tokens=context.attention_mask.sum(dim=1),
+                ratio=ratio,
+                position_layout=config.position_layout,
+                check=False,
+            )
+            rows = range(0, len(counts), chunks.chunks_per_row)
+            memory.slot_counts = [sum(counts[row : row + chunks.chunks_per_row]) for row in rows]
+            memories.append(memory)
+        return memories
+
+    def encode_chunks(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
+        """See [`encode`]. A pass reads chunks of similar lengths, a bounded number of tokens, and no empty chunks."""
+        rows = [row for row, length in enumerate(chunks.lengths) if length]
+        if self.needs_whole_rows:
+            return self.slots_of(chunks, ratios, **beside)
+        # Other inputs, such as images, belong to all rows; processes that share weights make equal numbers of passes.
+        is_one_pass = bool(beside) or (torch.distributed.is_available() and torch.distributed.is_initialized())
+        # In training all activations are kept in any case.
+        most_tokens = None if self.training or is_one_pass else self.tokens_at_once
+        lengths = [chunks.lengths[row] for row in rows]
+        groups = length_batches(lengths, None, most_tokens, math.inf if is_one_pass else _MOST_PADDING_of_backbone)
+        if len(groups) == 1 and (chunks.chunks_per_row == 1 or len(rows) == len(chunks.lengths)):
+            return self.slots_of(chunks, ratios, **beside)
+        of_groups, found = [], []
+        for group in groups:
+            some = [rows[place] for place in group]
+            part, index = chunks.take(some), torch.tensor(some, device=chunks.starts.device)
+            own = [ratio[index] if isinstance(ratio, Tensor) else ratio for ratio in ratios]
+            found.append(self.slots_of(part, own, **beside))
+            of_groups.append(part)
+        order = gathering_order([rows[place] for group in groups for place in group], len(chunks.lengths))
+        for name, fill in (("selected_ratios", self.config.default_ratio), ("log_ratios", torch.nan)):
+            parts = [getattr(part, name) for part in of_groups]
+            if parts[0] is not None:
+                setattr(chunks, name, gathered(parts, order, fill))
+        return [gathered(slots, order) for slots in zip(*found, strict=True)]
+
+    def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
+        """Slots of one pass, as the memory holds them; arguments as of [`encode`]."""
+        return self.encode(chunks, ratios, **beside)
+
+    def kept_slots(self, chunks: Chunks, ratio: int | Tensor) -> list[int]:
+        """Slots of each chunk that are in the memory, which are all of them unless a method says otherwise."""
+        return slot_counts(self.config, chunks.lengths, ratio)
+
+    def chunks_of(self, context: TokenRows) -> Chunks:
+        """Contexts in chunks; `ValueError` for one that is longer than the encoder has positions."""
+        config, layout = self.config, self.config.position_layout
+        rows = (context.input_ids, context.attention_mask, context.lengths)
+        chunks = cut(*rows, config.chunk_size, layout, context.passages)
+        if config.encoder_limit is not None:
+            # Chunks count from 0 again, or on from the first one's first position.
+            in_row = max(context.lengths) + config.first_context_position
+            positions = max(chunks.lengths) if layout == "default" else in_row
+            check_context_length(config.get_encoder_config(), positions, config.chunk_size, config.has_chunks)
+        return chunks
+
+    def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
+        """Positions of the slots in the decoder, `(batch_size, num_slots)`; see [`memory_position_ids`]."""
+        return memory_position_ids(slot_mask, chunks, counts, self.config.position_layout, self.config.carrier)
+
+    def _no_slots(self, num_chunks: int) -> Slots:
+        """What `encode` would return where there is no context token at all."""
+        table = self.get_input_embeddings()
+        with at_hand(table):
+            weight = table.weight.detach()
+        if self.config.carrier == "embeddings":
+            return weight.new_zeros(num_chunks, 0, self.config.hidden_size)
+        layers, heads, head_dim = key_value_shape(self.config.decoder_config)
+        empty = weight.new_zeros(num_chunks, heads, 0, head_dim)
+        return tuple((empty, empty) for _ in range(layers))
+
+    @property
+    def model_id(self) -> str:
+        """Method, a fingerprint of all weights, and one of all settings that change slots or how they are read.
+
+        It is what a memory must match to be read by this model. A checkpoint gives one name in whatever floating-point
+        type it is loaded; stored in float16 it has another. Weights are read when the name is first asked for, and
+        again when they have changed. A change in place through `parameter.data` leaves no sign: the model keeps its
+        old name until it is loaded anew.
+        """
+        versions = tuple(version(parameter) for parameter in self.parameters())
+        if self._fingerprint is None or self._fingerprint[0] != versions:
+            found = weights_fingerprint(self)
+            self._fingerprint = (versions, self._stored_fingerprints.get(found, found))
+        return f"{self.config.model_type}:{self._fingerprint[1]}-{settings_fingerprint(self.config)}"
+
+    def made(self, memory: CompressedContext) -> bool:
+        """Whether a memory is this model's, or nothing tells whose it is.
+
+        A memory that was made in training mode has no name, but knows its model for as long as that exists.
+
+        Args:
+            memory: any memory.
+        """
+        name = memory.model_id
+        if name and not self.training:
+            return name == self.model_id
+        maker = None if memory.maker is None else memory.maker()
+        # Another thread's twin of a model shares its weights.
+        return bool(name) or maker is None or next(maker.parameters()) is next(self.parameters())
+
+
+def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> list[int]:
+    """Slots of each chunk; a chunk without tokens has none."""
+    ratios = [ratio] * len(lengths) if isinstance(ratio, int) else ratio.tolist()
+    return [config.chunk_slots(n, r) if n else 0 for n, r in zip(lengths, ratios, strict=True)]
+
+
+class CompressorHead(CompressorPreTrainedModel):
+    r"""
+    A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`.
+
+    Args:
+        config ([`CompressorConfig`]): the configuration.
+    """
+
+    model_class: type[CompressorBackbone]
+
+    def __init_subclass__(cls, **kwargs: Any):
+        if hasattr(cls, "model_class"):
+            cls.config_class = cls.model_class.config_class
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.model = self.model_class(config)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.set_input_embeddings(value)
+
+    @property
+    def model_id(self) -> str:
+        """See [`CompressorBackbone.model_id`]."""
+        return self.model.model_id
+
+    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
+        """What the library takes for a field: an argument, the caller's configuration, or else the model's."""
+        given = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
+        return getattr(self.generation_config, name, None) if given is None else given
+
+    def compress(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any
+    ) -> Any:
+        """Compress contexts into slots; see [`CompressorBackbone.compress`]."""
+        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
+
+
+# compressor/decoder_only.py
+
+class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
+    """A compressor whose base, a causal language model, stays as it is: what trains beside it is float32."""
+
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    trains_base = False
+
+    def post_init(self) -> None:
+        super().post_init()
+        # What trains is loaded in float32 whatever type the rest is loaded in; the backbone names most of its parts.
+        names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+        names = [name for name in names if not self._keep_in_fp32_modules_strict & set(name.split("."))]
+        self._keep_in_fp32_modules_strict |= {f"^{re.escape(name)}$" for name in names}
+        if getattr(self.config, "quantization_config", None) is not None:
+            # The library's quantizers leave these as they are.
+            self._keep_in_fp32_modules |= {re.escape(path) for path in own_modules(self)}
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        model = super()._from_config(config, **kwargs)
+        # As `from_pretrained` leaves them.
+        kept = set(model.base_model._keep_in_fp32_modules_strict)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad or kept & set(name.split(".")):
+                parameter.data = parameter.data.float()
+        return model
+
+    def apply_trainable_set(self) -> None:
+        super().apply_trainable_set()
+        for module in self.modules():
+            if isinstance(module, PreTrainedModel) and not isinstance(module, CompressorPreTrainedModel):
+                note_trained_weights(module)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=getattr(self.config.decoder_config, "initializer_range", 0.02))
+            if module.bias is not None:
+                init.zeros_(module.bias)
+
+    @torch.no_grad()
+    def load_base_weights(self, base: PreTrainedModel, encoder: PreTrainedModel | None = None) -> None:
+        """See [`CompressorPreTrainedModel.load_base_weights`]; without `encoder`, one of its own copies the base."""
+        backbone = self.base_model
+        source = base.base_model
+        device, dtype = base.device, base.dtype
+        backbone.take_base(source)
+        if backbone.encoder_model is not None:
+            share_weights(backbone.encoder_model, encoder or source, copied=encoder is None)
+        if self.get_output_embeddings() is not None:
+            self.get_output_embeddings().weight = base.get_output_embeddings().weight
+        # In the order of the modules: a seed must give the same start values in every process.
+        fresh: dict[str, None] = {}
+        for path, module in list(self.named_modules()):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.is_meta:
+                    setattr(
+                        module, name, nn.Parameter(torch.empty_like(parameter, device=device, dtype=torch.float32))
+                    )
+                    fresh[path] = None
+        for path in fresh:
+            if ".lora_" not in path:
+                # The backbone knows its own parts' start values.
+                backbone._init_weights(self.get_submodule(path))
+        initialize_lora(self)
+        self.tie_weights()
+        self.apply_trainable_set()
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        backbone.start_from_base()
+        self.config.dtype = dtype
+        self.generation_config = copy.deepcopy(getattr(base, "generation_config", None) or GenerationConfig())
+
+    def merge_adapters(self) -> None:
+        """Add the adapters to the weights they sit on, so that inference needs no `peft`.
+
+        A shared base becomes two models, one for the encoder and one for the decoder, which takes twice the memory; a
+        warning says so. With a `shared_adapter` alone it stays one. What else trains goes on training.
+        """
+        backbone, config = self.base_model, self.config
+        check_adapters(self)
+        if config.encoder_lora is not None or config.decoder_lora is not None:
+            if getattr(config, "quantization_config", None) is not None:
+                raise ValueError(
+                    "adapters cannot be merged into quantized weights: load the checkpoint unquantized first"
+                )
+            # Most weights are the base's no more.
+            remember_base(self, None)
+            is_one_model = config.shared_adapter and config.decoder_adapter is None
+            if config.has_encoder and backbone.encoder_model is None and not is_one_model:
+                logger_of_base_weights.warning("merge_adapters: encoder and decoder become two copies of the base, twice the memory")
+                backbone.encoder_model = copy.deepcopy(backbone.language_model)
+                config.encoder_config = copy.deepcopy(config.decoder_config)
+            if backbone.encoder_model is not None:
+                merge_lora(backbone.encoder_model, ENCODER)
+            merge_lora(backbone.language_model, DECODER)
+            config.encoder_lora = config.decoder_lora = None
+            config.shared_adapter = False
+            if config.trainable_parameters is not None:
+                names = [f"model.{name}" if self is backbone else name for name, _ in self.named_parameters()]
+                # None left is an empty list: `None` would be the method's own set.
+                config.trainable_parameters = [
+                    pattern
+                    for pattern in config.trainable_parameters
+                    if any(re.search(pattern, name) for name in names)
+                ]
+        self.apply_trainable_set()
+
+
+# compressor/slot_reading.py
+
+class SlotReader(CompressorBackbone):
+    """The part of [`CompressorModel`] that stands between memories and its language model."""
+
+    # One vector for each of the configuration's task tokens.
+    task_embeddings: nn.Parameter | None
+
+    def joint_inputs(
+        self,
+        text: TokenRows,
+        context: TokenRows,
+        ratio: int | str | Tensor | None,
+        position_ids: Tensor | None,
+        offset: Tensor | None,
+        beside: dict[str, Any],
+    ) -> tuple[dict[str, Any], PackedSequence] | None:
+        """Contexts and texts as one sequence for the language model, in the form of `first_inputs`; `None`, as by
+        default, where a context is compressed first.
+
+        Args:
+            text: one row for each context, see `text_rows`.
+            context: see `context_rows`.
+            ratio: as in `forward`.
+            position_ids: the text's, counted within it.
+            offset: `text_position_offset`, computed if not given.
+            beside: see `beside_contexts`.
+        """
+        return None
+
+    def first_inputs(
+        self,
+        text: TokenRows,
+        position_ids: Tensor | None,
+        memory: CompressedContext | None,
+        offset: Tensor | None,
+        is_full: bool = False,
+        longest: int | None = None,
+    ) -> tuple[dict[str, Any], PackedSequence | None]:
+        """Slots and text as one sequence for the language model; text alone where the cache holds the slots.
+
+        Args:
+            text: checked, see `text_rows`.
+            position_ids: the text's, counted within it.
+            memory: one row for each text.
+            offset: `text_position_offset`, computed if not given.
+            is_full: whether all slots are known to be real.
+            longest: slots and text tokens of the longest row, where no cache goes on from this pass; rows are then no
+                wider, and pads stand behind them.
+        """
+        config, input_ids, text_mask = self.config, text.input_ids, text.attention_mask
+        positions = text_positions(text_mask) if position_ids is None else position_ids.expand_as(input_ids)
+        embeddings = self._embed_text(input_ids)
+        if memory is None:
+            sequence = pack(text_mask[:, :0], text_mask, is_full=text.is_full)
+            return sequence.inputs(embeddings, positions), sequence
+        if offset is None:
+            offset = self.text_position_offset(memory, input_ids, text_mask)
+        warn_about_positions(config.decoder_config, memory, offset, max(text.lengths))
+        if memory.embeddings is None:
+            slot_mask = self.cached_slot_mask(memory)
+            check_sliding_window(config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
+            return {
+                "inputs_embeds": embeddings,
+                "attention_mask": torch.cat([slot_mask, text_mask], dim=1),
+                "position_ids": (positions + offset[:, None]) * text_mask,
+                "is_full": is_full and text.is_full,
+            }, None
+        moves_first = self._moves_first(input_ids, text_mask)
+        memory_positions = memory.position_ids
+        text_offset = offset[:, None].expand_as(positions)
+        if moves_first is not None:
+            text_offset = text_offset * ~moves_first
+            shift = moves_first.sum(dim=1, keepdim=True)
+            if config.position_layout == "enhanced":
+                # Its context starts at position 1.
+                shift = (shift - 1).clamp(min=0)
+            memory_positions = memory_positions + shift
+        pad_in_front = bool(self.num_pads_in_front(memory))
+        is_full = is_full and text.is_full
+        pads = (longest, longest is not None)
+        sequence = pack(memory.attention_mask, text_mask, moves_first, pad_in_front, is_full, *pads)
+        joined = torch.cat([memory.embeddings.to(embeddings.dtype), embeddings], dim=1)
+        return sequence.inputs(joined, torch.cat([memory_positions, positions + text_offset], dim=1)), sequence
+
+    def next_inputs(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        memory: CompressedContext | None,
+        offset: Tensor | None,
+        cache: Cache,
+    ) -> dict[str, Any]:
+        """Text that follows what is in the cache, slots and the text so far; arguments as of `forward`."""
+        if memory is not None and len(memory) != len(input_ids):
+            raise ValueError(
+                f"`memory` has {len(memory)} rows, `input_ids` has {len(input_ids)}: behind a cache give a row for "
+                "each text (`memory.repeat_interleave`)"
+            )
+        num_cached = int(cache.get_seq_length()) - self.num_places(memory)
+        text_mask = check_cached_mask(attention_mask, input_ids, num_cached)
+        may_have_pads = memory is not None and memory.carrier == "key_values"
+        # In a step of generation it would wait for the device.
+        if input_ids.shape[1] > 1 and not may_have_pads:
+            check_no_new_pads(text_mask, input_ids.shape[1])
+        if position_ids is None:
+            position_ids = text_positions(text_mask)[:, -input_ids.shape[1] :]
+        if memory is not None:
+            if offset is None:
+                raise ValueError("with a cache, `text_position_offset` must say where the text starts; see `generate`")
+            position_ids = position_ids + offset[:, None]
+        return {
+            "inputs_embeds": self._embed_text(input_ids),
+            "attention_mask": _as_long_as(cache, self._cached_mask(memory, text_mask)),
+            "position_ids": position_ids,
+            "is_full": input_ids.shape[1] == 1 or not may_have_pads,
+        }
+
+    def _cached_mask(self, memory: CompressedContext | None, text_mask: Tensor) -> Tensor:
+        """The mask `(batch_size, num_slots + num_text_tokens)` of what is in the cache and of the new text."""
+        if memory is not None and memory.carrier == "key_values":
+            # The slots came first, and then the text as it was given.
+            slot_mask = self.cached_slot_mask(memory)
+            check_sliding_window(self.config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
+            return torch.cat([slot_mask, text_mask], dim=1)
+        if memory is not None:
+            pads = text_mask.new_zeros(len(text_mask), self.num_pads_in_front(memory))
+            text_mask = torch.cat([pads, memory.attention_mask, text_mask], dim=1)
+        # The cache holds a row's pads in front, so only their number matters.
+        return text_mask.sort(dim=1).values
+
+    def cache_of_slots(self, memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:
+        """A cache that starts with a memory of key/values, the one given or a new one."""
+        return filled_cache(aligned_right(memory, is_full), cache, use_cache)
+
+    def cached_slot_mask(self, memory: CompressedContext) -> Tensor:
+        """Which places of such a cache hold slots, `(batch_size, num_places)`."""
+        return memory.attention_mask.sort(dim=1).values
+
+    def num_pads_in_front(self, memory: CompressedContext) -> int:
+        """Pads, 0 or 1, that every row needs in front of its slots beside its own; see `pack`."""
+        falls = memory.position_layout == "enhanced" and memory.carrier == "embeddings"
+        return int(falls and reads_falling_ids_as_packed(self.config.decoder_config, memory.batch_size))
+
+    def num_places(self, memory: CompressedContext | None) -> int:
+        """Places that a memory takes in the cache in front of the text."""
+        return 0 if memory is None else memory.attention_mask.shape[1] + self.num_pads_in_front(memory)
+
+    def text_position_offset(self, memory: CompressedContext, input_ids: Tensor, text_mask: Tensor | None) -> Tensor:
+        """Position of each row's first text token (EPL, Tables 2, 3 and 13 to 15).
+
+        Args:
+            memory: the slots in front of the text.
+            input_ids: `(batch_size, num_text_tokens)`; under the enhanced layout its first token tells the task.
+            text_mask: `(batch_size, num_text_tokens)`, or `None` for all ones.
+
+        Returns:
+            `(batch_size,)`: the number of slots; under the enhanced layout 0 for a reconstruction, which starts with
+            its own token ([AE]), and the number of context tokens for everything else.
+        """
+        if memory.position_layout != "enhanced":
+            return memory.num_slots
+        autoencoding = self.config.reconstruction_token_id
+        if autoencoding is None:
+            return memory.num_context_tokens
+        first = torch.zeros_like(memory.num_slots) if text_mask is None else text_mask.argmax(dim=1)
+        starts_with_ae = input_ids.gather(1, first[:, None])[:, 0] == autoencoding
+        return memory.num_context_tokens * ~starts_with_ae
+
+    def num_in_front(self, input_ids: Tensor) -> int:
+        """Most tokens that a text without pads has in front of the slots; one pass has to read them and the slots."""
+        moved = self._moves_first(input_ids, torch.ones_like(input_ids))
+        return 0 if moved is None else int(moved.sum(dim=1).max())
+
+    def _moves_first(self, input_ids: Tensor, text_mask: Tensor) -> Tensor | None:
+        """Which text tokens stand in front of the slots, `(batch_size, num_text_tokens)` bool; `None` for none."""
+        opening, bos = self.config.slots_after_ids, self.config.bos_token_id
+        if opening:
+            return through_first(input_ids, text_mask, opening)
+        if not self.config.bos_before_slots or bos is None:
+            return None
+        is_first = (text_mask.cumsum(dim=1) == 1) & text_mask.bool()
+        return is_first & (input_ids == bos)
+
+    def _embed_text(self, input_ids: Tensor) -> Tensor:
+        table = self.get_input_embeddings()
+        if self.task_embeddings is None:
+            return table(input_ids)
+        embeddings = table(input_ids.clamp(max=self.config.vocab_size - 1))
+        for row, task_id in enumerate(self.config.task_token_ids.values()):
+            task = self.task_embeddings[row].to(embeddings.dtype)
+            embeddings = torch.where((input_ids == task_id)[:, :, None], task, embeddings)
+        return embeddings
+
+
+def _as_long_as(cache: Cache, attention_mask: Tensor) -> Tensor:
+    """A mask with zeros behind it up to the length of a fixed cache, so that every pass over a token has one shape."""
+    if not cache.is_compileable:
+        return attention_mask
+    length = max(layer.max_cache_len for layer in cache.layers)
+    return functional.pad(attention_mask, (0, max(0, length - attention_mask.shape[1])))
+
+
+# compressor/modeling_compressor.py
+
+# What a compressor may learn beside a method's own parts.
+_COMMON_PARTS = ("task_embeddings", "marker_embeddings", "residual_map")
+
+
+class _BaseAlone(threading.local):
+    """Whether this thread wants the base without adapters."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), ()
+
+
+class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
+    r"""
+    Encoder, method parts and decoder backbone of a compressor; a method adds `encode` and its parts.
+
+    `forward` returns `last_hidden_state` aligned with `input_ids` (batch_size, num_text_tokens, hidden_size): the
+    slots' states are cut off, so any trainer that runs the backbone and then the LM head works without change.
+
+    Args:
+        config ([`CompressorConfig`]): the configuration.
+    """
+
+    # The method's own modules and parameters, by name: they train, and are float32.
+    method_parts: tuple[str, ...] = ()
+    # Types of language models that it is tested on.
+    checked_architectures: tuple[str, ...] = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
+    # The LM head of a full checkpoint is not part of the backbone.
+    _keys_to_ignore_on_load_unexpected = [r"lm_head\.weight"]
+
+    def __init__(self, config: CompressorConfig):
+        super().__init__(config)
+        self._keep_in_fp32_modules_strict = ["lora_A", "lora_B", *_COMMON_PARTS, *self.method_parts]
+        dtype = torch.get_default_dtype()
+        for part in (config.decoder_config, config.encoder_config):
+            if part is not None and part.model_type not in self.checked_architectures:
+                logger_of_base_weights.warning_once(
+                    f"{part.model_type!r} is not among the architectures that compressors are tested on, "
+                    f"{list(self.checked_architectures)}: it may ignore a bidirectional mask, or place slots wrongly"
+                )
+        self.language_model = AutoModel.from_config(config.decoder_config, dtype=dtype)
+        self.encoder_model = None
+        if config.encoder_config is not None:
+            self.encoder_model = AutoModel.from_config(config.encoder_config, dtype=dtype)
+        if config.encoder_lora is not None and config.shared_adapter:
+            inject_lora(self.language_model, SHARED, config.encoder_lora)
+        elif config.encoder_lora is not None:
+            inject_lora(self.encoder_backbone, ENCODER, config.encoder_lora, self.encoder_lora_exclusions())
+        if config.decoder_adapter is not None:
+            inject_lora(self.language_model, DECODER, config.decoder_adapter)
+        self.task_embeddings = None
+        if config.task_token_ids:
+            self.task_embeddings = nn.Parameter(torch.zeros(len(config.task_token_ids), config.hidden_size))
+        self.marker_embeddings = None
+        if config.markers_per_chunk:
+            self.marker_embeddings = nn.Parameter(torch.zeros(config.markers_per_chunk, config.hidden_size))
+        self.residual_map = None
+        if config.embedding_residual and not config.maps_slots:
+            self.residual_map = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self._base_alone = _BaseAlone()
+
+    @property
+    def method_parameters(self) -> tuple[str, ...]:
+        """Patterns of what trains: adapters, task tokens, markers, the residual's map and the method's parts."""
+        parts = "|".join((*_COMMON_PARTS, *self.method_parts))
+        return rf"\.lora_[AB]\.({'|'.join(OWN_ADAPTERS)})\.", rf"(^|\.)({parts})(\.|$)"
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self.residual_map:
+            init.zeros_(module.weight)
+            return
+        super()._init_weights(module)
+        for own in (self.task_embeddings, self.marker_embeddings) if module is self else ():
+            if own is not None:
+                self._init_like_embeddings(own, self.language_model)
+
+    def take_base(self, source: Any) -> None:
+        """Put the weights of a base without its LM head into the language model."""
+        share_weights(self.language_model, source)
+
+    def start_from_base(self) -> None:
+        """Give parts that start from the base's own weights their values; by default there are none."""
+
+    @property
+    def encoder_backbone(self) -> PreTrainedModel:
+        """The language model that encodes: its own weights, or the decoder's."""
+        return self.language_model if self.encoder_model is None else self.encoder_model
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.language_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.language_model.set_input_embeddings(value)
+
+    # --- the encoder ---
+
+    def encoder_lora_exclusions(self) -> list[str]:
+        """Paths of the encoder's maps that get no adapter although the configuration's targets name them."""
+        return []
+
+    def encoder_states(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Last hidden states `(num_chunks, num_tokens, hidden_size)`; arguments as `encoder_outputs`."""
+        return self.encoder_outputs(*args, **kwargs).last_hidden_state
+
+    def encoder_outputs(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """One pass of the encoder with its adapter.
+
+        Args:
+            input_ids: `(num_chunks, num_tokens)`, or else `inputs_embeds`.
+            attention_mask: same shape, or a mask in the backbone's own form.
+            position_ids: same shape.
+            inputs_embeds: `(num_chunks, num_tokens, hidden_size)`.
+            cache: what its layers read in front, or write to.
+            kwargs: handed to the backbone; `is_full` and `is_right_padded` to [`run_backbone`].
+        """
+        inputs: dict[str, Any]
+        inputs = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+        if cache is not None:
+            kwargs[CACHE] = cache
+        inputs |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
+        with self._adapter(self.encoder_backbone, ENCODER):
+            return run_backbone(self.encoder_backbone, **inputs, **kwargs)
+
+    # --- slots ---
+
+    def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
+        slots = self.encode(chunks, ratios, **beside)
+        if not self.config.embedding_residual:
+            return slots
+        chosen = [chunks.selected_ratios if isinstance(ratio, str) else ratio for ratio in ratios]
+        embeddings = self._embed_text(chunks.input_ids).float()
+        return [self._with_residual(*pair, embeddings, chunks) for pair in zip(slots, chosen, strict=True)]
+
+    def _with_residual(self, slots: Any, ratio: Any, embeddings: Tensor, chunks: Chunks) -> Tensor:
+        """z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), W = 0 at the start."""
+        own = slots.float()
+        mask = chunks.attention_mask
+        if self.residual_map is not None:
+            squares = (embeddings.square().mean(dim=-1) * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+            with torch.autocast(own.device.type, enabled=False):
+                own = torch.nn.functional.rms_norm(own, own.shape[-1:], eps=1e-6) * squares.sqrt()[:, None, None]
+                own = self.residual_map(own)
+        pooled = mean_pool(embeddings, mask, ratio, chunks.lengths)[0]
+        pooled = pooled * window_sizes(mask.sum(dim=1), ratio, pooled.shape[1]).sqrt()[:, :, None]
+        # A fixed number of memory tokens may be more or fewer than windows.
+        width = own.shape[1]
+        pooled = torch.nn.functional.pad(pooled, (0, 0, 0, max(0, width - pooled.shape[1])))[:, :width]
+        return (own + pooled).to(slots.dtype)
+
+    # --- adapters ---
+
+    def _adapter(self, backbone: PreTrainedModel, name: str) -> AbstractContextManager[None]:
+        return in_base_precision(backbone, use_adapter(backbone, None if self._base_alone.wanted else name))
+
+    @contextmanager
+    def base_language_model(self) -> Iterator[None]:
+        """Inside this block the adapters are off: without a context, `forward` is the untouched base model's.
+
+        Other threads that use the model meanwhile, also those that are started in the block, have their adapters on.
+        """
+        before, self._base_alone.wanted = self._base_alone.wanted, True
+        try:
+            yield
+        finally:
+            self._base_alone.wanted = before
+
+    def _replicate_for_data_parallel(self) -> CompressorModel:
+        replica = super()._replicate_for_data_parallel()
+        # Replicas work in threads of their own, and for the thread that makes them.
+        replica._base_alone = SimpleNamespace(wanted=self._base_alone.wanted)
+        return replica
+
+    # --- the decoder ---
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        context_input_ids: Tensor | None = None,
+        context_attention_mask: Tensor | None = None,
+        memory: CompressedContext | None = None,
+        ratio: int | str | Tensor | None = None,
+        use_cache: bool | None = None,
+        text_position_offset: Tensor | None = None,
+        context_chunk_lengths: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        r"""
+        Read slots and text.
+
+        Args:
+            input_ids: Text `(batch_size, num_text_tokens)`: task token or BOS, question, answer.
+            attention_mask: `(batch_size, num_text_tokens)`; pads may stand on either side. With a cache it covers the
+                text in the cache, too.
+            position_ids: `(batch_size, num_text_tokens)`, counted within the text; pads do not count.
+            cache: A cache. One that holds slots already goes with their memory or context, and with
+                `text_position_offset`.
+            context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first.
+            context_attention_mask: Their mask.
+            memory: Contexts that are already compressed; one row serves any number of texts.
+            ratio: Ratio for `context_input_ids`, as in `compress`; beside a memory, its own or none.
+            use_cache: Whether to return the cache; as the configuration says if not given.
+            text_position_offset: `(batch_size,)`, position of the first text token; computed from the memory and the
+                text's task token if not given.
+            context_chunk_lengths: `(batch_size, num_passages)`, the `chunk_lengths` of the contexts, as in `compress`.
+            past_key_values: An older name of `cache`.
+            labels: `(batch_size, num_text_tokens)`, the text's; only their values are checked here.
+            kwargs: What the method reads beside contexts, and else handed to the language model.
+
+        Returns:
+            `last_hidden_state` of shape `(batch_size, num_text_tokens, hidden_size)`, and the cache.
+
+        Raises:
+            TypeError: ids, positions, a ratio, a memory or a cache that are none, or a misspelt argument.
+            ValueError: context and memory together, a ratio or mask of contexts where there is none to compress, a
+                text row without tokens, unknown token ids or labels, a mask of the wrong shape, a memory of
+                another model, width or batch size, or a filled cache in training with gradient checkpointing.
+        """
+        check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
+        if input_ids is None:
+            raise ValueError(
+                "`input_ids` are needed, the text that follows the slots (`inputs_embeds` is not supported)"
+            )
+        check_keywords(kwargs)
+        if kwargs.pop("inputs_embeds", None) is not None:
+            raise ValueError("`inputs_embeds` is not supported: give `input_ids`")
+        beside = self.beside_contexts(kwargs)
+        if beside and context_input_ids is None:
+            raise ValueError(f"`{'`, `'.join(beside)}` must come with `context_input_ids`, and there are none")
+        check_ids("input_ids", input_ids)
+        check_integers("position_ids", position_ids, tuple(input_ids.shape), (1, input_ids.shape[1]))
+        check_integers("text_position_offset", text_position_offset, (len(input_ids),), (1,))
+        # The first is no target of any token.
+        targets = check_labels(labels, input_ids)
+        targets = None if targets is None else targets[:, 1:]
+        cache = one_cache(cache, past_key_values)
+        is_cached = cache is not None and bool(cache.get_seq_length())
+        # Checkpointed layers take no cache that is written to, and would silently do without the memory in it.
+        if self.training and any(getattr(m, "gradient_checkpointing", False) for m in self.language_model.modules()):
+            if is_cached:
+                raise ValueError("in training with gradient checkpointing layers read no filled `cache`")
+            cache, use_cache = None, False
+        context, sequence = None, None
+        if context_input_ids is not None:
+            given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
+            context = self.context_rows(*given)
+        if is_cached:
+            if targets is not None:
+                check_targets(targets, self.config.vocab_size)
+            if context is not None:
+                check_together(context)
+                memory = self.compress_rows(context, [ratio], **beside)[0]
+            if memory is None and (number := num_cached_slots(cache)):
+                raise ValueError(
+                    f"`cache` holds the {number} slots of a memory: give the memory, too, and "
+                    "`text_position_offset`, where the text starts"
+                )
+            reading = (position_ids, memory, text_position_offset)
+            inputs = self.next_inputs(input_ids, attention_mask, *reading, cache)
+        else:
+            # One that has been emptied may have held a memory.
+            forget_head_masks(cache)
+            text, joined = self.text_rows(input_ids, attention_mask), None
+            text.targets = targets
+            if context is not None and cache is None and use_cache is not True:
+                joined = self.joint_inputs(text, context, ratio, position_ids, text_position_offset, beside)
+            if joined is not None:
+                inputs, sequence = joined
+                use_cache = False
+            else:
+                memory, is_full, longest = self._checked_memory(text, memory, context, ratio, beside)
+                # A cache's places are counted by the memory's.
+                width = longest if cache is None and use_cache is False else None
+                inputs, sequence = self.first_inputs(text, position_ids, memory, text_position_offset, is_full, width)
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if memory is not None and memory.carrier == "key_values" and not is_cached:
+            cache = self.cache_of_slots(memory, is_full, cache, use_cache)
+        return_dict = kwargs.pop("return_dict", None)
+        for name in ("output_hidden_states", "output_attentions"):
+            kwargs.setdefault(name, getattr(self.config, name))
+        inputs |= {CACHE: cache, "use_cache": use_cache}
+        with self._adapter(self.language_model, DECODER):
+            outputs = run_backbone(self.language_model, **inputs, **kwargs)
+        if not is_cached:
+            note_cached_slots(getattr(outputs, CACHE), self.num_places(memory))
+        if not use_cache:
+            # Some backbones hand back the cache that they were given; a field that is set cannot be taken out again.
+            outputs = type(outputs)(**{name: value for name, value in outputs.items() if name != CACHE})
+        if sequence is not None:
+            sequence.cut_to_text(outputs)
+        return outputs if return_dict in (None, True) else outputs.to_tuple()
+
+    def _checked_memory(
+        self,
+        text: TokenRows,
+        memory: CompressedContext | None,
+        context: TokenRows | None,
+        ratio: Any,
+        beside: dict[str, Any],
+    ) -> tuple[CompressedContext | None, bool, int | None]:
+        """Check a text and what stands in front of it by one wait for the device; compress a context."""
+        if memory is not None:
+            return check_text_and_memory(text, memory, self)
+        check_together(*[text] if context is None else [context, text])
+        if context is None:
+            return None, True, None
+        memory = self.compress_rows(context, [ratio], **beside)[0]
+        counts = memory.slot_counts
+        memory = check_memory(memory, self, text.input_ids)
+        of_rows = counts * (len(text.lengths) // len(counts))
+        longest = max(num_slots + length for num_slots, length in zip(of_rows, text.lengths, strict=True))
+        return memory, min(counts) == max(counts), longest
+
+
+# compressor/causal_lm.py
+
+class _TaskTokensAsBOS(LogitsProcessorList):
+    """Processors that look up a score for each token so far; task tokens outside the vocabulary have none."""
+
+    stand_in = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        return super().__call__(input_ids.masked_fill(input_ids >= scores.shape[-1], self.stand_in), scores, **kwargs)
+
+
+class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, GenerationMixin):
+    r"""
+    A compressor with the decoder's LM head: training loss and `generate`.
+
+    A method's class only names its backbone in `model_class`.
+
+    Args:
+        config ([`CompressorConfig`]): the configuration.
+    """
+
+    model_class: type[CompressorModel] = CompressorModel
+
+    def __init__(self, config: CompressorConfig):
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        table = self.get_input_embeddings()
+        place = next(path for path, module in self.named_modules() if module is table)
+        self._tied_weights_keys = {"lm_head.weight": f"{place}.weight"}
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.lm_head = value
+
+    def base_language_model(self) -> AbstractContextManager[None]:
+        """See [`CompressorModel.base_language_model`]."""
+        return self.model.base_language_model()
+
+    def decoder_language_model(self) -> PreTrainedModel:
+        """A copy of the decoder as a plain language model of its own architecture, its adapters merged: for a server.
+
+        Where nothing of the decoder trains it is the base, and the server may as well load that.
+        """
+        return decoder_language_model(self)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        labels: Tensor | None = None,
+        context_input_ids: Tensor | None = None,
+        context_attention_mask: Tensor | None = None,
+        memory: CompressedContext | None = None,
+        ratio: int | str | Tensor | None = None,
+        use_cache: bool | None = None,
+        text_position_offset: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        context_chunk_lengths: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        r"""
+        Read slots and text and predict the text's next tokens; arguments as [`CompressorModel.forward`], and:
+
+        Args:
+            labels: `(batch_size, num_text_tokens)`, -100 where no loss is wanted; shifted inside.
+            logits_to_keep: Compute only the last so many logits, or those at these indices; 0 for all.
+
+        Returns:
+            `logits` of shape `(batch_size, num_text_tokens, vocab_size)`, `loss` if there are labels, and the cache.
+        """
+        labels = check_labels(labels, input_ids)
+        check_logits_to_keep(logits_to_keep)
+        return_dict = kwargs.pop("return_dict", None)
+        loss_arguments = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=one_cache(cache, past_key_values),
+            context_input_ids=context_input_ids,
+            context_attention_mask=context_attention_mask,
+            memory=memory,
+            ratio=ratio,
+            use_cache=use_cache,
+            text_position_offset=text_position_offset,
+            context_chunk_lengths=context_chunk_lengths,
+            labels=labels,
+            **kwargs,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.text_logits(outputs.last_hidden_state[:, keep, :])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **loss_arguments)
+        result = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            **{CACHE: getattr(outputs, CACHE)},
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+        return result if return_dict in (None, True) else result.to_tuple()
+
+    def text_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits `(batch_size, num_tokens, vocab_size)` of the backbone's last states."""
+        logits = head_logits(self.lm_head, hidden_states)
+        cap = getattr(self.config.decoder_config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    # --- `GenerationMixin` with a memory ---
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        memory: CompressedContext | None = None,
+        context_input_ids: Tensor | None = None,
+        context_attention_mask: Tensor | None = None,
+        ratio: int | str | Tensor | None = None,
+        context_chunk_lengths: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate text after slots and a question.
+
+        Args:
+            inputs: The question, `(batch_size, num_text_tokens)`; also accepted as `input_ids`.
+            input_ids: The same.
+            attention_mask: Its mask; pads may stand on either side, and right padding becomes left padding.
+            memory: A compressed context; one row serves any number of questions.
+            context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first, in place of `memory`.
+            context_attention_mask: Their mask.
+            ratio: Ratio for them, as in `compress`; beside a memory, its own or none.
+            context_chunk_lengths: Lengths of their passages, `(batch_size, num_passages)`, as in `compress`.
+            kwargs: Arguments of `transformers.GenerationMixin.generate`, and what the method reads beside contexts.
+                A `prefill_chunk_size` grows to hold what a text has in front of the slots.
+
+        Returns:
+            As `GenerationMixin.generate`: question and new tokens; slots never appear.
+
+        Raises:
+            ValueError: no question, one without tokens, context and memory together, a ratio or mask of contexts
+                where there is none to compress, a filled cache with a memory or context, a cache with slots without
+                its memory, or pads in a question that is read in chunks (`prefill_chunk_size`); see also `compress`.
+        """
+        question = inputs if input_ids is None else input_ids
+        if question is None:
+            raise ValueError("`input_ids` are needed: the question, or at least one token such as BOS")
+        if inputs is not None and input_ids is not None:
+            raise ValueError("give the question either as `inputs` or as `input_ids`, not both")
+        check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
+        check_ids("input_ids", question)
+        # The library would cut the question by the cache's length, which counts the slots.
+        cache = one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
+        if attention_mask is None:
+            attention_mask = self._mask_of_pads(question, kwargs)
+        if attention_mask is not None:
+            rows = token_rows(question, attention_mask, needs_tokens=True)
+            check_together(rows)
+            attention_mask = rows.attention_mask
+            self._check_chunks(rows.is_full, kwargs)
+            if cache is not None and 0 < (num_cached := int(cache.get_seq_length())) < question.shape[1]:
+                check_no_new_pads(attention_mask, question.shape[1] - num_cached)
+            if kwargs.get("position_ids") is not None:
+                kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
+            question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
+        if context_input_ids is not None:
+            given = (context_input_ids, context_attention_mask, ratio, "context_input_ids", context_chunk_lengths)
+            memory = self.model.context_memory(*given, **self.model.beside_contexts(kwargs))
+        if memory is None and num_cached_slots(cache):
+            raise ValueError(
+                f"`cache` holds the {num_cached_slots(cache)} slots of a memory: give the memory and the "
+                "whole text once more, without the cache"
+            )
+        if memory is not None:
+            if cache is not None and cache.get_seq_length():
+                raise ValueError("`cache` must be empty when `generate` starts with a memory or a context")
+            for name in ("assistant_model", "assistant_early_exit"):
+                if self._setting(name, kwargs) is not None:
+                    raise ValueError(f"`{name}` drafts without the memory: leave it out")
+            memory = check_memory(memory, self.model, question)
+            kwargs["memory"] = memory
+            if size := self._setting("prefill_chunk_size", kwargs):
+                kwargs["prefill_chunk_size"] = max(size, self.model.num_in_front(question))
+            kwargs["text_position_offset"] = self.model.text_position_offset(memory, question, attention_mask)
+        if cache is not None:
+            kwargs[CACHE] = cache
+        # Some tokenizers add it; the decoder has no use for it.
+        kwargs.pop("token_type_ids", None)
+        return super().generate(question, attention_mask=attention_mask, **kwargs)
+
+    def _mask_of_pads(self, question: Tensor, arguments: dict[str, Any]) -> Tensor | None:
+        """The mask of a question with pads that came without one; the library would make it behind our checks."""
+        pad, eos = self._setting("pad_token_id", arguments), self._setting("eos_token_id", arguments)
+        if (
+            pad is None
+            or pad in (eos if isinstance(eos, (list, tuple)) else [eos])
+            or not bool((question == pad).any())
+        ):
+            return None
+        return (question != pad).long()
+
+    def _check_chunks(self, is_full: bool, arguments: dict[str, Any]) -> None:
+        size = self._setting("prefill_chunk_size", arguments)
+        if size and not is_full:
+            raise ValueError(
+                f"`prefill_chunk_size` ({size}) needs questions of one length, without pads: leave it out, or "
+                "generate row by row"
+            )
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        processors = super()._get_logits_processor(*args, **kwargs)
+        if max(self.config.task_token_ids.values(), default=-1) < self.config.vocab_size:
+            return processors
+        processors = _TaskTokensAsBOS(processors)
+        processors.stand_in = self.config.bos_token_id or 0
+        return processors
+
+    def _expand_inputs_for_generation(
+        self,
+        expand_size: int = 1,
+        is_encoder_decoder: bool = False,
+        input_ids: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        memory = model_kwargs.get("memory")
+        if memory is not None and expand_size > 1:
+            model_kwargs["memory"] = memory.repeat_interleave(expand_size)
+        return super()._expand_inputs_for_generation(
+            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **model_kwargs
+        )
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        memory = model_kwargs.get("memory")
+        places = self.model.num_places(memory)
+        return super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length + places
+        )
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, cache: Any = None, past_key_values: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        # With its cache hidden, the library leaves the mask two-dimensional; `forward` puts the slots' mask in front.
+        model_inputs = super().prepare_inputs_for_generation(input_ids, **{CACHE: None}, **kwargs)
+        model_inputs["cache"] = one_cache(cache, past_key_values)
+        return model_inputs
