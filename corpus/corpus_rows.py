@@ -18,10 +18,6 @@ from ..configuration.nearest_names import nearest
 
 _TABLES = (".parquet", ".jsonl")
 _TEXTS = (".txt", ".md", ".rst")
-# Of many rows, too, and no text.
-_OTHER_TABLES = (".csv", ".json", ".tsv")
-# Text files of one part.
-_FILES_OF_A_PART = 256
 
 Row = dict[str, Any]
 
@@ -40,6 +36,11 @@ class CorpusColumns:
     id: str | None = None
     metadata: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> list[str]:
+        """All of them."""
+        return [name for name in (self.text, self.id, *self.metadata) if name is not None]
+
 
 @dataclass(frozen=True)
 class CorpusPart:
@@ -48,14 +49,14 @@ class CorpusPart:
     Args:
         kind: "parquet", "jsonl", "text" or "hub".
         name: of the part's file, which ids begin with; a data set's name.
-        paths: its files; of a Hub data set its split.
+        path: its file; of a Hub data set its split.
         index: row group of a Parquet file, shard of a Hub data set.
         first_row: rows of the file before it.
     """
 
     kind: str
     name: str
-    paths: tuple[str, ...]
+    path: str
     index: int = 0
     first_row: int = 0
 
@@ -69,47 +70,41 @@ def corpus_parts(inputs: Sequence[str], columns: CorpusColumns) -> list[CorpusPa
         columns: see [`CorpusColumns`].
 
     Raises:
-        ValueError: an input that is none of these or a table of another kind, a missing column, or two files with one
-            name where ids are made of names.
+        ValueError: an input that is none of these, a missing column, or two files with one name where ids are made of
+            names.
     """
-    files: list[tuple[str, Path]] = []
-    hub: list[CorpusPart] = []
+    parts: list[CorpusPart] = []
+    names: list[str] = []
     for source in inputs:
         path = Path(source).expanduser()
         if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if _suffix(file) in _TABLES + _TEXTS and file.is_file())
-            if not found:
+            files = sorted(f for f in path.rglob("*") if f.suffix.lower() in _TABLES + _TEXTS and f.is_file())
+            if not files:
                 raise ValueError(f"{source} holds no {', '.join(_TABLES + _TEXTS)} file")
-            files += [(_file_name(file.relative_to(path)), file) for file in found]
+        elif path.suffix.lower() in (".csv", ".json", ".tsv"):
+            raise ValueError(f"{source} is a table as this does not read it: give it as .jsonl or .parquet")
         elif path.is_file():
-            if _suffix(path) in _OTHER_TABLES:
-                raise ValueError(f"{source} is a table as this does not read it: give it as .jsonl or .parquet")
-            files.append((_file_name(Path(path.name)), path))
-        elif source.count("/") == 1 and not _suffix(path).startswith(_TABLES + _TEXTS):
-            hub += _hub_parts(source)
+            files, path = [path], path.parent
+        elif source.count("/") == 1 and path.suffix.lower() not in _TABLES + _TEXTS:
+            name, _, split = source.partition(":")
+            split = split or "train"
+            parts += [CorpusPart("hub", name, split, shard) for shard in range(_hub_data_set(name, split).num_shards)]
+            continue
         else:
             raise ValueError(f"{source} is not there: give files, folders, or data sets of the Hub as OWNER/NAME")
-    names = [name for name, _ in files]
-    if len(set(names)) < len(names) and (columns.id is None or any(_suffix(p) not in _TABLES for _, p in files)):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two files have the name {twice!r}, which ids are made of: rename one")
-    tables = [part for name, path in files if _suffix(path) in _TABLES for part in _table_parts(name, path, columns)]
-    texts = [(name, str(path)) for name, path in files if _suffix(path) not in _TABLES]
-    groups = (texts[start : start + _FILES_OF_A_PART] for start in range(0, len(texts), _FILES_OF_A_PART))
-    return [
-        *tables,
-        *(CorpusPart("text", "\n".join(name for name, _ in group), tuple(p for _, p in group)) for group in groups),
-        *hub,
-    ]
+        for file in files:
+            name = _escaped(file.relative_to(path).as_posix())
+            if columns.id is None or file.suffix.lower() not in _TABLES:
+                names.append(name)
+            parts += _file_parts(name, file, columns)
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two files have the name {twice[0]!r}, which ids are made of: rename one")
+    return parts
 
 
-def _suffix(path: Path) -> str:
-    return path.suffix.lower()
-
-
-def _table_parts(name: str, path: Path, columns: CorpusColumns) -> Iterator[CorpusPart]:
-    if _suffix(path) == ".jsonl":
-        yield CorpusPart("jsonl", name, (str(path),))
+def _file_parts(name: str, path: Path, columns: CorpusColumns) -> Iterator[CorpusPart]:
+    if path.suffix.lower() != ".parquet":
+        yield CorpusPart("jsonl" if path.suffix.lower() == ".jsonl" else "text", name, str(path))
         return
     import pyarrow
     import pyarrow.parquet
@@ -119,19 +114,13 @@ def _table_parts(name: str, path: Path, columns: CorpusColumns) -> Iterator[Corp
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} is not a Parquet file: {error}") from error
     there = file.schema_arrow.names
-    for column in _asked(columns):
+    for column in columns.names:
         if column not in there:
             raise ValueError(f"{path} has no column {column!r}{nearest(column, there)}")
     first = 0
     for group in range(file.num_row_groups):
-        yield CorpusPart("parquet", name, (str(path),), group, first)
+        yield CorpusPart("parquet", name, str(path), group, first)
         first += file.metadata.row_group(group).num_rows
-
-
-def _hub_parts(source: str) -> list[CorpusPart]:
-    name, _, split = source.partition(":")
-    split = split or "train"
-    return [CorpusPart("hub", name, (split,), index) for index in range(_hub_data_set(name, split).num_shards)]
 
 
 def _hub_data_set(name: str, split: str) -> Any:
@@ -145,35 +134,32 @@ def _hub_data_set(name: str, split: str) -> Any:
         ) from error
 
 
-def _asked(columns: CorpusColumns) -> list[str]:
-    return [name for name in (columns.text, columns.id, *columns.metadata) if name is not None]
-
-
 def read_part(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row]:
     """The rows of a part: `id`, `text`, `metadata` (JSON, or None), and `error`, why there is no text (or None)."""
     if part.kind == "text":
-        for name, path in zip(part.name.split("\n"), part.paths, strict=True):
-            try:
-                yield {"id": name, "text": Path(path).read_text(encoding="utf-8-sig"), "metadata": None, "error": None}
-            except (UnicodeDecodeError, OSError) as error:
-                yield {"id": name, "text": None, "metadata": None, "error": f"no text in UTF-8: {error}"}
+        row: Row = {"id": part.name, "text": None, "metadata": None, "error": None}
+        try:
+            row["text"] = Path(part.path).read_text(encoding="utf-8-sig")
+        except (UnicodeDecodeError, OSError) as error:
+            row["error"] = f"no text in UTF-8: {error}"
+        yield row
         return
     reader = {"parquet": _parquet_rows, "jsonl": _json_rows, "hub": _hub_rows}[part.kind]
-    place = f"{part.name}:{part.paths[0]}:{part.index}" if part.kind == "hub" else part.name
-    for number, row in enumerate(reader(part, columns), start=part.first_row):
-        yield _row(row, f"{place}:{number}", columns)
+    place = f"{part.name}:{part.path}:{part.index}" if part.kind == "hub" else part.name
+    for number, record in enumerate(reader(part, columns), start=part.first_row):
+        yield _row(record, f"{place}:{number}", columns)
 
 
-def _row(row: Row | str, name: str, columns: CorpusColumns) -> Row:
-    if isinstance(row, str):
-        return {"id": name, "text": None, "metadata": None, "error": row}
-    text, error = row.get(columns.text), None
+def _row(record: Row | str, name: str, columns: CorpusColumns) -> Row:
+    if isinstance(record, str):
+        return {"id": name, "text": None, "metadata": None, "error": record}
+    text, error = record.get(columns.text), None
     if columns.id is not None:
-        found = row.get(columns.id)
-        name, error = (name, f"no id in column {columns.id!r}") if found in (None, "") else (str(found), None)
+        own = record.get(columns.id)
+        name, error = (name, f"no id in column {columns.id!r}") if own in (None, "") else (str(own), None)
     if error is None and not isinstance(text, str):
         error = f"no text in column {columns.text!r}, but {text!r:.50}"
-    described = {column: row.get(column) for column in columns.metadata}
+    described = {column: record.get(column) for column in columns.metadata}
     # Dates and the like have no form of their own in JSON.
     metadata = json.dumps(described, ensure_ascii=False, default=str) if described else None
     values = {"id": name, "text": None if error else text, "metadata": metadata}
@@ -188,17 +174,12 @@ def _escaped(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _file_name(path: Path) -> str:
-    """A file's name in ids, in one line: a part joins those of its text files by line breaks."""
-    return _escaped(path.as_posix().replace("\n", "\\n"))
-
-
 def _parquet_rows(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row | str]:
     import pyarrow.parquet
 
-    file = pyarrow.parquet.ParquetFile(part.paths[0])
+    file = pyarrow.parquet.ParquetFile(part.path)
     try:
-        for batch in file.iter_batches(batch_size=1024, row_groups=[part.index], columns=_asked(columns)):
+        for batch in file.iter_batches(batch_size=1024, row_groups=[part.index], columns=columns.names):
             yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         # The other row groups go on.
@@ -206,10 +187,8 @@ def _parquet_rows(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row | st
 
 
 def _json_rows(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row | str]:
-    with open(part.paths[0], "rb") as stream:
-        for line in stream:
-            if not line.strip():
-                continue
+    with open(part.path, "rb") as stream:
+        for line in filter(bytes.strip, stream):
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
@@ -219,7 +198,7 @@ def _json_rows(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row | str]:
 
 
 def _hub_rows(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row]:
-    data = _hub_data_set(part.name, part.paths[0])
+    data = _hub_data_set(part.name, part.path)
     yield from data.shard(num_shards=data.num_shards, index=part.index)
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # So many ids stand in one filter.
 _IDS_AT_ONCE = 5_000
+# Memories that are exported or verified at once.
+_ROWS_AT_ONCE = 64
 _INDEX_FILE = "memories.jsonl"
 _MEMORY_SUFFIX = ".safetensors"
 # Names of files have 255 bytes at the most, and what writes them may add some.
@@ -253,30 +255,32 @@ class MemoryStore:
 
         Raises:
             TypeError: a single text in place of a list.
-            ValueError: no id, ids that the store has not, or memories that are not as they were written, named.
+            ValueError: no id, or ids that the store has not, named.
         """
         return memory_of_columns(self.read(ids), self.form)
 
     def read(self, ids: Sequence[str], columns: Sequence[str] | None = None) -> pyarrow.Table:
-        """Columns of some rows, in the order of the ids; all of them, with a look at their checksums, if none are
-        named. Errors as `get`."""
-        if isinstance(ids, str):
-            raise TypeError(f"`ids` must be a list of ids, got {ids!r}")
+        """Read columns of some rows, in the order of the ids; all of them if none are named. Errors as `get`."""
+        _check_several(ids)
         if not ids:
             raise ValueError("`ids` is an empty list")
         distinct = list(dict.fromkeys(ids))
         names = None if columns is None else list(dict.fromkeys(["id", *columns]))
         table = pyarrow.concat_tables(self._found(distinct, names))
-        names_found = table["id"].to_pylist()
-        if columns is None:
-            is_other = pyarrow.compute.not_equal(checksums(table), table["checksum"]).to_pylist()
-            if any(is_other):
-                raise ValueError(f"the store's {_named(names_found, is_other)} are damaged: compress them anew")
-        places = {name: place for place, name in enumerate(names_found)}
+        places = {name: place for place, name in enumerate(table["id"].to_pylist())}
         if len(places) < len(distinct):
             missing = [name not in places for name in distinct]
             raise ValueError(f"the store has no {_named(distinct, missing)}")
         return table.take([places[name] for name in ids])
+
+    def verify(self) -> None:
+        """Compare all rows with their checksums.
+
+        Raises:
+            ValueError: memories that are not as they were written, named.
+        """
+        for batch in self._dataset.to_batches(batch_size=_ROWS_AT_ONCE):
+            _check_sums(pyarrow.Table.from_batches([batch]))
 
     def _found(self, ids: Sequence[str], columns: list[str] | None) -> Iterator[pyarrow.Table]:
         for start in range(0, len(ids), _IDS_AT_ONCE):
@@ -349,8 +353,9 @@ class MemoryStore:
         # An index that is there stays until the new one is whole.
         draft = folder / f"{_INDEX_FILE}.part"
         with open(draft, "w", encoding="utf-8") as index:
-            for start in range(0, len(names), 64):
-                table = self.read(names[start : start + 64])
+            for start in range(0, len(names), _ROWS_AT_ONCE):
+                table = self.read(names[start : start + _ROWS_AT_ONCE])
+                _check_sums(table)
                 memory = memory_of_columns(table, self.form)
                 for row, values in enumerate(table.select(["id", "text", "metadata"]).to_pylist()):
                     path = folder / (_file_stem(values["id"]) + _MEMORY_SUFFIX)
@@ -416,6 +421,12 @@ def memory_table(
     }
     columns["checksum"] = checksums(pyarrow.table(columns))
     return pyarrow.table(columns, schema=form.schema)
+
+
+def _check_sums(table: pyarrow.Table) -> None:
+    is_other = pyarrow.compute.not_equal(checksums(table), table["checksum"]).to_pylist()
+    if any(is_other):
+        raise ValueError(f"the store's {_named(table['id'].to_pylist(), is_other)} are damaged: compress them anew")
 
 
 def _check_several(ids: Sequence[str]) -> None:

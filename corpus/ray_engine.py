@@ -16,12 +16,7 @@ from .compress_corpus import CorpusJob, CorpusReport, write_rows
 from .corpus_rows import CorpusPart
 
 
-def compress_with_ray(
-    job: CorpusJob,
-    address: str | None = None,
-    workers: int | None = None,
-    num_gpus: float | None = None,
-) -> Iterator[CorpusReport]:
+def compress_with_ray(job: CorpusJob, address: str | None = None, workers: int | None = None) -> CorpusReport:
     """Compress a collection on a Ray cluster, whose machines all see the inputs, the model and the store.
 
     Args:
@@ -29,38 +24,24 @@ def compress_with_ray(
         address: of the cluster; that of the job this runs in (`RAY_ADDRESS`), or of a new one on this machine, if not
             given.
         workers: actors at the most; one for each GPU of the cluster, or one where it has none, if not given.
-        num_gpus: of each actor, a part of one too; 1 if not given and the cluster has some.
-
-    Returns:
-        One report, when all is done; nothing is done before it is asked for.
 
     Raises:
         ImportError: Ray is not installed.
         ValueError: see `CorpusJob.parts`.
     """
     try:
-        import ray  # noqa: F401
+        import ray
     except ImportError as error:
         raise ImportError("--engine ray needs Ray: pip install -e '.[ray]' in the clone") from error
-    return _reports(job, job.parts(), address, workers, num_gpus)
-
-
-def _reports(
-    job: CorpusJob, all_parts: list[CorpusPart], address: str | None, workers: int | None, num_gpus: float | None
-) -> Iterator[CorpusReport]:
-    import ray
-
-    parts = [json.dumps(dataclasses.asdict(part)) for part in all_parts]
+    parts = [json.dumps(dataclasses.asdict(part)) for part in job.parts()]
     if not parts:
-        return
+        return CorpusReport()
     if not ray.is_initialized():
         # Without a word Ray would look for a cluster of an earlier run, which may have been killed.
         ray.init(address=address or os.environ.get("RAY_ADDRESS", "local"))
-    gpus = ray.cluster_resources().get("GPU", 0)
-    num_gpus = num_gpus if num_gpus is not None else min(1, gpus)
-    workers = workers or (int(gpus / num_gpus) if num_gpus else 1)
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))
     sink, start = _store_sink(job), time.monotonic()
-    rows = ray.data.from_items([{"part": part} for part in parts], override_num_blocks=len(parts))
+    rows = ray.data.from_items([{"part": part} for part in parts], override_num_blocks=min(len(parts), 1000))
     # A file's rows would be one block, and one actor's.
     rows = rows.flat_map(_read, fn_args=(job,)).repartition(target_num_rows_per_block=job.batch_size)
     rows.map_batches(
@@ -68,16 +49,15 @@ def _reports(
         fn_constructor_args=(job,),
         batch_size=job.batch_size,
         batch_format="pyarrow",
-        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=workers),
-        num_gpus=num_gpus,
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=workers or max(1, num_gpus)),
+        num_gpus=min(1, num_gpus),
     ).write_datasink(sink)
     sink.report.seconds = time.monotonic() - start
-    yield sink.report
+    return sink.report
 
 
 def _read(item: dict[str, str], job: CorpusJob) -> Iterator[dict[str, Any]]:
-    fields = json.loads(item["part"])
-    return job.rows(CorpusPart(**{**fields, "paths": tuple(fields["paths"])}))
+    return job.rows(CorpusPart(**json.loads(item["part"])))
 
 
 class _Actor:

@@ -6,15 +6,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow
 
 from .memory_store import MemoryStore, import_lance
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # Texts that are encoded, and written, at once.
 _TEXTS_AT_ONCE = 1024
@@ -59,7 +56,7 @@ class VectorSearch:
     """Vectors of a store's texts by id, one or several for each text, in a Lance data set that is searched there.
 
     A question's score with a text is their cosine, or, of several vectors, the sum over the question's vectors of the
-    largest cosine with one of the text's (`chamfer`). The search is exact; `build_index` makes it approximate.
+    largest cosine with one of the text's (`chamfer`). The search is exact.
 
     ```python
     search = VectorSearch.with_sentence_transformer("pages.vectors.lance", SentenceTransformer(name))
@@ -89,43 +86,6 @@ class VectorSearch:
             lambda texts: model.encode_document(texts, batch_size=batch_size, show_progress_bar=False),
             lambda texts: model.encode_query(texts, batch_size=batch_size, show_progress_bar=False),
         )
-
-    @classmethod
-    def with_decal(
-        cls,
-        path: str | os.PathLike,
-        model: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        ratio: int | None = None,
-        batch_size: int = 32,
-    ) -> VectorSearch:
-        """A search by several vectors for each text.
-
-        Args:
-            path: see above.
-            model: a `DeCALForRetrieval`, in evaluation mode.
-            tokenizer: saved with it.
-            ratio: tokens per vector; the checkpoint's default if not given.
-            batch_size: texts in one pass.
-        """
-        import torch
-
-        from ..modeling.parts.text_ids import text_tokenizer
-
-        plain = text_tokenizer(tokenizer)
-
-        @torch.inference_mode()
-        def encode(texts: list[str]) -> list[np.ndarray]:
-            vectors = []
-            for start in range(0, len(texts), batch_size):
-                rows = plain(texts[start : start + batch_size], padding=True, return_tensors="pt").to(model.device)
-                outputs = model.encode(rows["input_ids"], rows["attention_mask"], ratio)
-                counts = outputs.attention_mask.sum(dim=1).tolist()
-                found = outputs.vectors.float().cpu().numpy()
-                vectors += [row[:count] for row, count in zip(found, counts, strict=True)]
-            return vectors
-
-        return cls(path, encode, encode)
 
     def update(self, store: MemoryStore) -> int:
         """Follow a store: encode the texts that are new or have changed, take out what it has no longer.
@@ -164,20 +124,12 @@ class VectorSearch:
         if not np.size(vectors):
             return []
         asked = np.asarray(vectors, np.float32)
-        nearest = {"column": "vector", "q": asked, "k": k, "metric": "cosine", "nprobes": 20, "refine_factor": 10}
+        nearest = {"column": "vector", "q": asked, "k": k, "metric": "cosine"}
         found = dataset.to_table(columns=["id", "_distance"], nearest=nearest)
         # Each vector of a question is at a distance of 1 - cosine.
         num_vectors = len(asked) if asked.ndim == 2 else 1
         scores = [num_vectors - distance for distance in found["_distance"].to_pylist()]
         return list(zip(found["id"].to_pylist(), scores, strict=True))
-
-    def build_index(self, **options: Any) -> None:
-        """An index for millions of texts, with which the search is approximate; anew after many updates.
-
-        Args:
-            options: of Lance's `create_index`; an IVF index with 8-bit HNSW graphs if not given.
-        """
-        self._find().create_index("vector", **{"index_type": "IVF_HNSW_SQ", **options}, metric="cosine", replace=True)
 
     def _find(self) -> Any:
         lance = import_lance()

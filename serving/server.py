@@ -11,7 +11,7 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -76,34 +76,29 @@ class ServerSettings:
 
 
 def create_app(
-    models: Mapping[str, ContextCompressionQAPipeline],
+    name: str,
+    pipe: ContextCompressionQAPipeline,
     settings: ServerSettings | None = None,
-    stores: Mapping[str, MemoryStore] | None = None,
-    keeps_texts: bool = True,
+    store: MemoryStore | None = None,
 ) -> fastapi.FastAPI:
     """The server as an ASGI application.
 
     Args:
-        models: checkpoints by the names that requests call them by.
-        settings: its limits.
-        stores: where memories of some or all of these models are kept; those of the others are in the process.
-        keeps_texts: whether stores keep what was compressed, too.
+        name: what requests call the checkpoint.
+        pipe: the checkpoint.
+        settings: limits.
+        store: where memories are kept; in the process if not given.
 
     Raises:
-        ValueError: no model, one that compresses documents with their question, or another model's store.
+        ValueError: a checkpoint that compresses documents with their question, or another model's store.
     """
-    settings, stores = settings or ServerSettings(), stores or {}
-    if not models:
-        raise ValueError("`models` is empty: a server needs at least one")
-    in_process = ProcessMemories(settings.max_memory_bytes)
-    served: dict[str, ServedModel] = {}
-    for name, pipe in models.items():
-        store = stores.get(name)
-        # A store without memories is false.
-        served[name] = ServedModel(name, pipe, in_process if store is None else StoredMemories(store, keeps_texts))
-        if store is not None and store.model_id != served[name].model_id:
-            raise ValueError(f"the store is of the model {store.model_id!r}, {name!r} is {served[name].model_id!r}")
-    return _routes(_Server(served, settings))
+    settings = settings or ServerSettings()
+    # A store without memories is false.
+    memories = ProcessMemories(settings.max_memory_bytes) if store is None else StoredMemories(store)
+    model = ServedModel(name, pipe, memories)
+    if store is not None and store.model_id != model.model_id:
+        raise ValueError(f"the store is of the model {store.model_id!r}, {name!r} is {model.model_id!r}")
+    return _routes(_Server(model, settings))
 
 
 def check_address(host: str, port: int) -> None:
@@ -170,15 +165,13 @@ class _Server:
     """What the routes of one application share.
 
     Args:
-        models: by name.
+        model: what answers.
         settings: the limits.
     """
 
-    def __init__(self, models: dict[str, ServedModel], settings: ServerSettings):
-        self.models, self.settings = models, settings
+    def __init__(self, model: ServedModel, settings: ServerSettings):
+        self.model, self.settings = model, settings
         self.engine = Engine(settings.batch_size, settings.max_waiting)
-        # Where memories are, each place once.
-        self.places = list(dict.fromkeys(model.memories for model in models.values()))
         self.registry = registry = prometheus_client.CollectorRegistry()
         prometheus_client.ProcessCollector(registry=registry)
         counter, histogram, gauge = prometheus_client.Counter, prometheus_client.Histogram, prometheus_client.Gauge
@@ -191,60 +184,31 @@ class _Server:
         for name, text, value in (
             ("waiting_requests", "Requests that wait for their turn", lambda: len(self.engine.waiting)),
             ("running_requests", "Requests that are computed", lambda: len(self.engine.running)),
-            ("memory_bytes", "Bytes of memories in the process", lambda: sum(p.nbytes for p in self.places)),
+            ("memory_bytes", "Bytes of memories in the process", lambda: model.memories.nbytes),
         ):
             gauge(prefix + name, text, registry=registry).set_function(value)
 
-    def model(self, name: str | None) -> ServedModel:
-        """The model of a request, which may leave its name out where there is one."""
-        names = ", ".join(map(repr, self.models))
-        if name is None and len(self.models) > 1:
-            raise ServerError(400, f"`model` must be one of {names}", "model_missing", "model")
-        if name is not None and name not in self.models:
-            raise ServerError(404, f"there is no model {name!r}; this server has {names}", "model_not_found", "model")
-        return next(iter(self.models.values())) if name is None else self.models[name]
+    def check_name(self, name: str | None) -> None:
+        """Refuse a request to another model."""
+        if name not in (None, self.model.name):
+            message = f"there is no model {name!r}; this server has {self.model.name!r}"
+            raise ServerError(404, message, "model_not_found", "model")
 
-    def find_memory(self, memory_id: str, name: str | None) -> tuple[ServedModel, CompressedContext]:
-        """A memory with a model that reads it: the named one, which is needed where several have one with this id."""
-        models = self.models.values() if name is None else [self.model(name)]
-        found: dict[Any, tuple[ServedModel, CompressedContext]] = {}
-        for model in models:
-            memory = model.memories.get([memory_id]).get(memory_id)
-            if memory is not None and memory.model_id == model.model_id:
-                found.setdefault(model.memories, (model, memory))
-        if len(found) > 1:
-            names = ", ".join(repr(model.name) for model, _ in found.values())
-            message = f"several models have a memory {memory_id!r}: name one of {names}, as in ?model=NAME"
-            raise ServerError(400, message, "model_missing", "model")
-        if not found:
-            raise _absent(memory_id, list(dict.fromkeys(model.memories for model in models)))
-        return next(iter(found.values()))
-
-    def find_memories(
-        self, ids: Sequence[str], asked: ServedModel
-    ) -> dict[str, tuple[ServedModel, CompressedContext]]:
-        """Memories, each with a model that reads it: the one that is asked, if it has one with this id."""
-        found: dict[str, tuple[ServedModel, CompressedContext]] = {}
-        for model in sorted(self.models.values(), key=lambda model: model is not asked):
-            missing = [name for name in ids if name not in found]
-            memories = model.memories.get(missing) if missing else {}
-            found |= {name: (model, memory) for name, memory in memories.items() if memory.model_id == model.model_id}
+    def find_memories(self, ids: Sequence[str]) -> dict[str, CompressedContext]:
+        """Memories by id; `ServerError` for one that is not there."""
+        memories = self.model.memories.get(ids)
         for name in ids:
-            if name not in found:
-                raise _absent(name, self.places)
-        return found
+            if name not in memories:
+                message = f"there is no memory {name!r}: {self.model.memories.absence}"
+                raise ServerError(404, message, "memory_not_found", "memory_id")
+        return memories
 
-    def memories_for(
-        self, model: ServedModel, keys: Sequence[tuple[str, int | None]]
+    def memories_at_ratios(
+        self, keys: Sequence[tuple[str, int | None]]
     ) -> dict[tuple[str, int | None], CompressedContext]:
-        """Memories that this model reads, by their ids and the ratios that they are wanted at."""
-        found = self.find_memories(list(dict.fromkeys(name for name, _ in keys)), model)
-        for name, (maker, memory) in found.items():
-            if memory.model_id != model.model_id:
-                message = f"the memory {name!r} was made by the model {maker.name!r}: {model.name!r} cannot read it"
-                raise ServerError(400, message, "memory_of_another_model", "memory_id")
-        memories = {key: found[key[0]][1] for key in keys}
-        return {key: memory if key[1] is None else memory.at_ratio(key[1]) for key, memory in memories.items()}
+        """Memories by their ids and the ratios that they are wanted at."""
+        memories = self.find_memories(list(dict.fromkeys(name for name, _ in keys)))
+        return {key: memories[key[0]] if key[1] is None else memories[key[0]].at_ratio(key[1]) for key in keys}
 
     def check_length(self, what: str, num_tokens: int, limit: int | None, param: str) -> None:
         """Refuse more tokens than the server, or a model, allows."""
@@ -253,16 +217,19 @@ class _Server:
             message = f"{what}: {num_tokens:,} tokens, at most {most:,} are allowed"
             raise ServerError(400, message, "context_length_exceeded", param)
 
-    async def compression(self, model: ServedModel, request: MemoriesRequest) -> CompressionJob:
+    async def compression(self, request: MemoriesRequest) -> CompressionJob:
         """What makes memories of texts."""
-        num_tokens = await run_in_threadpool(model.num_tokens, request.text)
+        self.check_name(request.model)
+        num_tokens = await run_in_threadpool(self.model.num_tokens, request.text)
         self.check_length("the texts", num_tokens, None, "text")
         limits = self.settings.timeout, self.settings.batch_size
-        return CompressionJob(model, request.text, num_tokens, request.ratio, *limits)
+        return CompressionJob(self.model, request.text, num_tokens, request.ratio, *limits)
 
-    async def answer(self, model: ServedModel, request: ChatRequest) -> AnswerJob:
+    async def answer(self, request: ChatRequest) -> AnswerJob:
         """What answers a chat."""
-        memories = await self.memories(model, request.memories)
+        self.check_name(request.model)
+        model = self.model
+        memories = await self.memories(request.memories)
         messages = [{"role": message.role, "content": message.text} for message in request.messages]
         text_ids = await run_in_threadpool(model.text_ids, messages, bool(memories), request.documents)
         # Below, scores overflow, and the likeliest token is drawn anyhow.
@@ -283,19 +250,20 @@ class _Server:
         self.check_length(what, num_tokens, model.max_positions, "messages")
         return job
 
-    async def memories(self, model: ServedModel, parts: Sequence[MemoryPart]) -> list[CompressedContext]:
+    async def memories(self, parts: Sequence[MemoryPart]) -> list[CompressedContext]:
         """The memories that a chat names, in order; each is read once, and no more than the limits allow."""
+        limit = self.model.max_positions
         # Each has a slot at least.
-        self.check_length("the memories", len(parts), model.max_positions, "messages")
+        self.check_length("the memories", len(parts), limit, "messages")
         keys = [(part.memory_id, part.ratio) for part in parts]
         counts = Counter(keys)
         distinct, num_slots = list(counts), 0
         found: dict[tuple[str, int | None], CompressedContext] = {}
         for start in range(0, len(distinct), _MEMORIES_AT_ONCE):
             chosen = distinct[start : start + _MEMORIES_AT_ONCE]
-            found |= await run_in_threadpool(self.memories_for, model, chosen)
+            found |= await run_in_threadpool(self.memories_at_ratios, chosen)
             num_slots += sum(counts[key] * int(found[key].num_slots) for key in chosen)
-            self.check_length("the memories", num_slots, model.max_positions, "messages")
+            self.check_length("the memories", num_slots, limit, "messages")
         return [found[key] for key in keys]
 
     async def start(self, making: Coroutine[Any, Any, Any], request: fastapi.Request) -> tuple[Any, Any]:
@@ -353,7 +321,7 @@ def _routes(server: _Server) -> fastapi.FastAPI:
     @app.get("/health")
     async def health() -> Response:
         engine = server.engine
-        state = {"waiting": len(engine.waiting), "running": len(engine.running), "models": list(server.models)}
+        state = {"waiting": len(engine.waiting), "running": len(engine.running), "models": [server.model.name]}
         status, code = ("ok", 200) if engine.is_alive else ("stopping", 503)
         return JSONResponse({"status": status, **state}, code)
 
@@ -364,30 +332,29 @@ def _routes(server: _Server) -> fastapi.FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model.card for model in server.models.values()]}
+        return {"object": "list", "data": [server.model.card]}
 
     @app.post("/v1/memories")
     async def compress(body: MemoriesRequest, request: fastapi.Request) -> dict[str, Any]:
-        job, memories = await server.start(server.compression(server.model(body.model), body), request)
+        job, memories = await server.start(server.compression(body), request)
         server.tokens.labels("compressed").inc(job.num_tokens)
         usage = {"prompt_tokens": job.num_tokens, "total_tokens": job.num_tokens}
-        return {"object": "list", "model": job.model.name, "data": memories, "usage": usage}
+        return {"object": "list", "model": server.model.name, "data": memories, "usage": usage}
 
     @app.get("/v1/memories/{memory_id:path}")
-    def memory(memory_id: str, model: str | None = None) -> dict[str, Any]:
-        maker, found = server.find_memory(memory_id, model)
-        return maker.describe(memory_id, found)
+    def memory(memory_id: str) -> dict[str, Any]:
+        return server.model.describe(memory_id, server.find_memories([memory_id])[memory_id])
 
     @app.delete("/v1/memories/{memory_id:path}")
-    def delete(memory_id: str, model: str | None = None) -> dict[str, Any]:
-        maker, _ = server.find_memory(memory_id, model)
-        maker.memories.delete(memory_id)
+    def delete(memory_id: str) -> dict[str, Any]:
+        server.find_memories([memory_id])
+        server.model.memories.delete(memory_id)
         return {"id": memory_id, "object": "memory", "deleted": True}
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: fastapi.Request) -> Any:
         # What fails before the first token is refused with its status, streamed or not.
-        job, event = await server.start(server.answer(server.model(body.model), body), request)
+        job, event = await server.start(server.answer(body), request)
         writer = _AnswerWriter(server, job, body.stream_options.include_usage)
         if body.stream:
             return StreamingResponse(writer.lines(event), media_type="text/event-stream")
@@ -499,15 +466,10 @@ class _Gate:
             num_bytes += len(message.get("body", b""))
             is_read = not message.get("more_body", False)
             if max(num_bytes, int(content_length)) > most:
-                raise HTTPException(413, f"the request has more than {most:,} bytes (--max-body-bytes)")
+                raise HTTPException(413, f"the request has more than {most:,} bytes")
             return message
 
         return limited_receive
-
-
-def _absent(memory_id: str, places: Sequence[ProcessMemories | StoredMemories]) -> ServerError:
-    message = f"there is no memory {memory_id!r}: {'; or '.join(place.absence for place in places)}"
-    return ServerError(404, message, "memory_not_found", "memory_id")
 
 
 def _as_server_error(error: Exception) -> ServerError:

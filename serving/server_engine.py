@@ -149,7 +149,7 @@ class Engine:
             if not self.is_alive:
                 raise stopping()
             if len(self.waiting) >= self.max_waiting:
-                message = f"{len(self.waiting)} requests wait, as many as may (--max-waiting): try later"
+                message = f"{len(self.waiting)} requests wait, as many as may: try later"
                 raise ServerError(429, message, "too_many_waiting")
             self.waiting.append(job)
             self._wakes.notify()

@@ -79,15 +79,14 @@ class StoredMemories:
 
     Args:
         store: where.
-        keeps_texts: whether what was compressed is kept beside its memory.
     """
 
     absence = "it is not in the store: it was never made, or was deleted"
     # None of them is in the process.
     nbytes = 0
 
-    def __init__(self, store: MemoryStore, keeps_texts: bool = True):
-        self.store, self.keeps_texts = store, keeps_texts
+    def __init__(self, store: MemoryStore):
+        self.store = store
         # A store changes the version that it reads.
         self._lock = threading.Lock()
         self._compact_at = _next_compaction(store)
@@ -98,10 +97,7 @@ class StoredMemories:
         """Keep memories of one row each, as one new version; they come back as they are kept."""
         dtype = self.store.form.dtype
         rows = [row.quantize(dtype) if dtype in QUANTIZATIONS else row.to(dtype=dtype) for row in rows]
-        tables = [
-            self.store.table_of([name], row, [text] if self.keeps_texts else None)
-            for name, row, text in zip(ids, rows, texts, strict=True)
-        ]
+        tables = [self.store.table_of([name], row, [text]) for name, row, text in zip(ids, rows, texts, strict=True)]
         with self._lock:
             # Each id is new.
             self.store.append(pyarrow.concat_tables(tables))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command import PROMPTS, argument, command, positive_int, positive_int_or_auto
+from .command import argument, command, positive_int, positive_int_or_auto
 from .compress import MEMORY_SUFFIX, MODEL, READING, compress_all, load_pipeline, report_cut
 from .documents import Document, read_documents
 
@@ -40,7 +40,6 @@ context-compressors ask my-compressor memories/*.safetensors < questions.txt
         action="append",
         help="a question; give it again for several. Without it, questions are read line by line from standard input",
     ),
-    PROMPTS,
     argument(
         "--ratio",
         type=positive_int_or_auto,
@@ -80,24 +79,14 @@ def main(arguments: argparse.Namespace) -> None:
         for source, memory in zip(arguments.sources, is_memory, strict=True)
         if not memory
     }
-    prompt = _prompt(arguments.prompts)
     pipe = load_pipeline(arguments, [arguments.ratio] if documents else [])
     if pipe.model.config.compresses_questions or arguments.full_text:
         read = _documents_alone(pipe, documents, arguments)
     else:
         read = {"memory": _gather_memories(pipe, documents, arguments), "join": True}
     for question in arguments.question or _questions():
-        answer = pipe(question, **read, prompt=prompt, max_new_tokens=arguments.max_new_tokens)
+        answer = pipe(question, **read, max_new_tokens=arguments.max_new_tokens)
         print(answer["answer"], flush=True)
-
-
-def _prompt(prompts: str | None) -> str | None:
-    """The question's template in the prompts that the option names."""
-    if prompts is None:
-        return None
-    from ..data.prompts import load_prompts
-
-    return load_prompts(prompts)["question_answering"][0]
 
 
 def _documents_alone(

@@ -15,8 +15,6 @@ from .command import (
     LOADING,
     MAX_TOKENS,
     OVERWRITE,
-    RATIO_SCALE,
-    REVISION,
     argument,
     command,
     positive_int,
@@ -33,10 +31,7 @@ MEMORY_SUFFIX = ".safetensors"
 
 # Of both commands that read documents with a compressor.
 MODEL = argument("model", help="Hub id or folder of a compressor")
-READING = (
-    *(COLUMN, MAX_TOKENS, RATIO_SCALE, ALLOW_UNTRAINED_RATIO),
-    *(REVISION, *LOADING),
-)
+READING = (COLUMN, MAX_TOKENS, ALLOW_UNTRAINED_RATIO, *LOADING)
 
 _EXAMPLES = """
 context-compressors compress my-compressor report.txt minutes.txt --output memories
@@ -51,14 +46,11 @@ def load_pipeline(
     check_ratios(arguments.model, ratios, arguments)
     model, tokenizer = load_compressor(
         arguments.model,
-        arguments.revision,
-        arguments.trust_remote_code,
-        arguments.device,
-        arguments.dtype,
-        arguments.base_model,
+        trust_remote_code=arguments.trust_remote_code,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        base_model=arguments.base_model,
     )
-    if (scale := getattr(arguments, "ratio_scale", None)) is not None:
-        model.config.ratio_scale = scale
     return model.question_answering(tokenizer)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Iterable
 from itertools import chain
@@ -13,11 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .command import (
-    ALLOW_UNTRAINED_RATIO,
     LOADING,
     MAX_TOKENS,
     MEMORY_DTYPE,
-    REVISION,
     argument,
     command,
     positive_int,
@@ -33,16 +30,6 @@ context-compressors compress-corpus texts/ more.jsonl --model my-compressor --st
 context-compressors compress-corpus rajpurkar/squad:validation --column context --id-column id \\
     --model my-compressor --store squad.lance --ratio 8 --engine ray --address auto
 """
-
-
-def _megabytes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
-    return value
 
 
 @command(
@@ -98,16 +85,13 @@ def _megabytes(text: str) -> float:
     ),
     argument(
         "--commit-megabytes",
-        type=_megabytes,
-        default=256,
+        type=float,
+        default=256.0,
         help="written as one version at the most (default: %(default)s)",
     ),
     argument("--address", help="with --engine ray: of the cluster, such as auto (default: a new one on this machine)"),
-    argument("--num-gpus", type=float, help="with --engine ray: of each worker (default: 1 where there are some)"),
     argument("--failures", metavar="FILE", help="where failed rows are listed (default: STORE.failed.jsonl)"),
     MAX_TOKENS,
-    ALLOW_UNTRAINED_RATIO,
-    REVISION,
     *LOADING,
     examples=_EXAMPLES,
 )
@@ -121,8 +105,8 @@ def main(arguments: argparse.Namespace) -> None:
     from ..corpus.memory_store import import_lance
     from .loading import check_ratios
 
-    if arguments.engine == "local" and (arguments.address or arguments.num_gpus is not None):
-        raise ValueError("--address and --num-gpus go with --engine ray")
+    if arguments.engine == "local" and arguments.address:
+        raise ValueError("--address goes with --engine ray")
     import_lance()
     check_ratios(arguments.model, [arguments.ratio], arguments)
     job = _job(arguments)
@@ -130,7 +114,10 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.engine == "ray":
         from ..corpus.ray_engine import compress_with_ray
 
-        reports = compress_with_ray(job, arguments.address, arguments.workers, arguments.num_gpus)
+        # Asked for when the file of failures can be written.
+        reports: Iterable[CorpusReport] = (
+            compress_with_ray(job, arguments.address, arguments.workers) for _ in range(1)
+        )
     else:
         from ..corpus.compress_corpus import compress_locally
 
@@ -161,7 +148,7 @@ def _job(arguments: argparse.Namespace) -> CorpusJob:
     from ..corpus.compress_corpus import CorpusJob
     from ..corpus.corpus_rows import CorpusColumns
 
-    names = ("batch_tokens", "max_tokens", "allow_untrained_ratio", "dtype", "base_model", "revision")
+    names = ("batch_tokens", "max_tokens", "dtype", "base_model", "trust_remote_code")
     return CorpusJob(
         tuple(arguments.inputs),
         arguments.store,
@@ -174,7 +161,7 @@ def _job(arguments: argparse.Namespace) -> CorpusJob:
         batch_size=arguments.batch_size,
         commit_seconds=arguments.commit_seconds,
         commit_bytes=int(arguments.commit_megabytes * 2**20),
-        options={name: getattr(arguments, name) for name in (*names, "trust_remote_code")},
+        options={name: getattr(arguments, name) for name in names},
     )
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -51,47 +50,17 @@ def _read(path: str, column: str) -> Iterator[Document]:
     if not file.is_file():
         what = "a folder, not a file" if file.is_dir() else "not there"
         raise ValueError(f"{path} is {what}: give text files, .jsonl or .parquet files, or - for standard input")
-    suffix = file.suffix.lower()
-    if suffix in (".jsonl", ".parquet"):
-        rows = _jsonl_rows(file, column) if suffix == ".jsonl" else _parquet_rows(file, column)
-        for number, text in enumerate(rows, start=1):
-            if not isinstance(text, str):
-                raise ValueError(f"{path}, row {number}: {column!r} is {type(text).__name__}, not text")
-            yield Document(f"{file.stem}-{number:06d}", text)
+    if file.suffix.lower() in (".jsonl", ".parquet"):
+        from ..data.files import read_records
+
+        for number, row in enumerate(read_records(file), start=1):
+            if column not in row:
+                raise ValueError(f"{path}, row {number} has no column {column!r}{nearest(column, row)}")
+            if not isinstance(row[column], str):
+                raise ValueError(f"{path}, row {number}: {column!r} is {type(row[column]).__name__}, not text")
+            yield Document(f"{file.stem}-{number:06d}", row[column])
         return
     try:
         yield Document(file.stem, file.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
-
-
-def _jsonl_rows(file: Path, column: str) -> Iterator[object]:
-    # The standard library's reader has no limit on the length of a line, and long documents are the point.
-    with open(file, "rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{file}, line {number} is not a JSON object with columns")
-            if column not in row:
-                raise ValueError(f"{file}, line {number} has no column {column!r}{nearest(column, row)}")
-            yield row[column]
-
-
-def _parquet_rows(file: Path, column: str) -> Iterator[object]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{file} is not a Parquet file: {error}") from error
-    names = table.schema_arrow.names
-    if column not in names:
-        raise ValueError(f"{file} has no column {column!r}{nearest(column, names)}")
-    for batch in table.iter_batches(columns=[column]):
-        yield from batch.column(0).to_pylist()

@@ -75,13 +75,19 @@ def test_vectors_follow_the_store_and_are_found_by_their_cosine(store, tmp_path)
     assert len(search.search("mill", k=9)) == 3
 
 
-def test_decal_finds_what_its_chamfer_similarity_ranks_first_exactly(store, tmp_path):
+def test_several_vectors_of_a_text_find_what_their_chamfer_similarity_ranks_first_exactly(store, tmp_path):
     torch.manual_seed(0)
     tokenizer = train_tokenizer([DataSource(generated=True, tasks=("reconstruction",))], vocab_size=300, num_texts=10)
     shape = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
     config = DeCALConfig(decoder_config=shape | {"vocab_size": len(tokenizer)}, compression_ratios=(2, 3))
     model = DeCALForRetrieval(config).eval()
-    search = VectorSearch.with_decal(tmp_path / "v.lance", model, tokenizer, ratio=2, batch_size=2)
+
+    @torch.no_grad()
+    def encode(texts):
+        rows = [tokenizer(text, return_tensors="pt") for text in texts]
+        return [model.encode(row["input_ids"], row["attention_mask"], 2).vectors[0].numpy() for row in rows]
+
+    search = VectorSearch(tmp_path / "v.lance", encode, encode)
     assert search.update(store) == 3
     found = dict(search.search("How many trees?", k=3))
     for name, score in found.items():

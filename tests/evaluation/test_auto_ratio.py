@@ -105,10 +105,6 @@ def test_commands_take_auto_and_the_scale(selecting, folders, pipe, tmp_path, ca
     assert f"{num_slots} slots" in capsys.readouterr().err
     stored = [CompressedContext.load(tmp_path / "memories" / f"{index}.xauto.safetensors") for index in range(3)]
     assert [int(one.ratio) for one in stored] == memory.ratio.tolist()
-    # The scale of a call is not the checkpoint's.
-    assert cli.main(["compress", *argv, "--ratio", "auto", "--ratio-scale", "9"]) == 0
-    stored = [CompressedContext.load(tmp_path / "memories" / f"{index}.safetensors") for index in range(3)]
-    assert [int(one.ratio) for one in stored] == [4, 4, 4]
     capsys.readouterr()
     question = ["--question", "Who keeps a cat?", "--device", "cpu", "--max-new-tokens", "6", "--ratio", "auto"]
     assert cli.main(["ask", str(selecting), str(files[0]), *question]) == 0
@@ -124,8 +120,6 @@ def test_commands_take_auto_and_the_scale(selecting, folders, pipe, tmp_path, ca
     plain, document = str(folders / "tiny-compressor"), str(files[0])
     with pytest.raises(SystemExit):
         cli.main(["compress", plain, document, "--ratio", "automatic"])
-    with pytest.raises(ValueError, match="--ratio-scale 1 needs a compressor with a ratio selector"):
-        cli.compress.main([plain, document, "--ratio-scale", "1", "--output", str(tmp_path / "none")])
     with pytest.raises(ValueError, match="--ratio auto needs a compressor with a ratio selector"):
         cli.compress.main([plain, document, "--ratio", "auto", "--output", str(tmp_path / "none")])
 

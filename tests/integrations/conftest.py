@@ -82,13 +82,14 @@ def run_example(small_checkpoints, memories, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def serve():
-    """`serve(models, settings, grace)`: servers that run until the test ends."""
+    """`serve({name: pipe}, settings, grace, store)`: servers that run until the test ends."""
     from running_server import Running, server
 
     with contextlib.ExitStack() as stack:
 
-        def start(models, settings=None, grace=10, **fields):
-            running = Running(server.create_app(models, settings, **fields), grace)
+        def start(models, settings=None, grace=10, store=None):
+            ((name, pipe),) = models.items()
+            running = Running(server.create_app(name, pipe, settings, store), grace)
             stack.callback(running.stop)
             return running
 

@@ -148,7 +148,7 @@ def test_a_request_that_fails_in_a_batch_fails_alone(serve, pipe, gate, monkeypa
 def test_nothing_but_health_and_metrics_is_told_without_the_key(serve, pipe, prefix):
     from fastapi.testclient import TestClient
 
-    app = server.create_app({"m": pipe}, ServerSettings(api_key="k"))
+    app = server.create_app("m", pipe, ServerSettings(api_key="k"))
     mounted = fastapi.FastAPI()
     mounted.mount("/cc", app)
     for served, options in ((app, {"root_path": prefix}), *([(mounted, {})] if prefix else [])):
@@ -327,8 +327,6 @@ def test_limits_are_refusals_that_say_what_is_allowed(serve, pipe, gate):
     for name in ("batch_size", "timeout"):
         with pytest.raises(ValueError, match=f"`{name}` must be above 0, got 0"):
             ServerSettings(**{name: 0})
-    with pytest.raises(ValueError, match="`models` is empty"):
-        server.create_app({})
 
 
 def test_who_goes_away_is_not_computed_for(serve, pipe, slow):
@@ -395,7 +393,7 @@ def test_a_server_that_stops_ends_what_runs_within_its_grace_and_breaks_off_the_
 
 def test_the_memories_of_a_chat_are_read_once_within_the_limits_and_in_time(serve, pipe, tmp_path, monkeypatch):
     store = MemoryStore.find_or_create(tmp_path / "s.lance", CorpusCompressor(pipe).form)
-    running = serve({"m": pipe}, ServerSettings(timeout=3, max_tokens=2000), stores={"m": store})
+    running = serve({"m": pipe}, ServerSettings(timeout=3, max_tokens=2000), store=store)
     ids, asked, seconds = running.compress(TEXTS, ratio=2), [], 0
     get = StoredMemories.get
 
