@@ -29,6 +29,7 @@ _COMMANDS = {
     "curves": "draw training logs, and tell how soon each run reaches a loss",
     "flops": "count the operations of every method beside the full context",
     "serve": "serve memories and the chat that reads them, to clients of OpenAI's API",
+    "mcp": "serve a folder's text files, compressed, to an agent over the Model Context Protocol",
     "demo": "open a page to try a checkpoint on; without one, answer questions about five pages in the terminal",
     "publish": "write a checkpoint's card, upload it to the Hub, export its decoder for vLLM",
 }

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server of compressed documents for agents, over the Model Context Protocol (extra `mcp`).
+
+An agent compresses a file once, asks questions that are answered from the memory, and expands a passage where it needs
+the file's own words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+if TYPE_CHECKING:
+    from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
+    from ..modeling.memory.compressed_context import CompressedContext
+
+_INSTRUCTIONS = (
+    "Documents that are too long for your context. Call `compress` with a file once, `ask` for facts in it, and "
+    "`expand` to read the file's own words before you quote or rely on them: answers come from a compressed memory."
+)
+_MOST_CHARACTERS = 20_000
+
+
+class FileMemories:
+    """The memories of a folder's text files, and their texts.
+
+    Args:
+        pipe: a checkpoint's pipeline.
+        folder: only files below it can be read.
+    """
+
+    def __init__(self, pipe: ContextCompressionQAPipeline, folder: str | Path):
+        self.pipe = pipe
+        self.folder = Path(folder).resolve()
+        self._memories: dict[str, tuple[str, CompressedContext]] = {}
+
+    def compress(self, file: str, ratio: int | None = None) -> dict[str, Any]:
+        """Compress a text file into a memory that `ask` answers from. `ratio` is the number of tokens per slot."""
+        text, source = self._read(file)
+        memory = self.pipe.compress(text, ratio=ratio)
+        self._memories[file] = source, memory
+        tokens, slots = int(memory.num_context_tokens[0]), int(memory.num_slots[0])
+        return {"file": file, "sha256": source, "tokens": tokens, "slots": slots}
+
+    def ask(self, file: str, question: str, max_new_tokens: int = 64) -> str:
+        """Answer a question about a file from its memory; a file that was not compressed yet is compressed first."""
+        if file not in self._memories:
+            self.compress(file)
+        return self.pipe(question, memory=self._memories[file][1], max_new_tokens=max_new_tokens)["answer"]
+
+    def expand(self, file: str, containing: str = "", start: int = 0, length: int = 2000) -> dict[str, Any]:
+        """Return a passage of the file's own text: `length` characters from `start`, or around the first place behind
+        `start` where the words `containing` stand (case is ignored)."""
+        text, source = self._read(file)
+        if file in self._memories and self._memories[file][0] != source:
+            raise ToolError(f"{file} has changed since it was compressed: compress it again")
+        if containing:
+            place = text.lower().find(containing.lower(), start)
+            if place < 0:
+                raise ToolError(f"{file} does not contain {containing!r} behind character {start}")
+            start = max(0, place - length // 2)
+        passage = text[start : start + min(length, _MOST_CHARACTERS)]
+        return {"file": file, "start": start, "of_characters": len(text), "text": passage}
+
+    def _read(self, file: str) -> tuple[str, str]:
+        """A file's text and the hash of its bytes."""
+        path = (self.folder / file).resolve()
+        if not path.is_relative_to(self.folder) or not path.is_file():
+            raise ToolError(f"{file!r} is no file in the documents' folder")
+        try:
+            data = path.read_bytes()
+            return data.decode(), hashlib.sha256(data).hexdigest()
+        except UnicodeDecodeError as error:
+            raise ToolError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def create_mcp_server(pipe: ContextCompressionQAPipeline, folder: str | Path) -> MCPServer:
+    """Return a server with the tools `compress`, `ask` and `expand` over the text files of a folder.
+
+    Args:
+        pipe: a checkpoint's pipeline, `pipeline("context-compression-qa", ...)`.
+        folder: only files below it can be read.
+    """
+    memories = FileMemories(pipe, folder)
+    server = MCPServer("context-compressors", instructions=_INSTRUCTIONS)
+    for tool in (memories.compress, memories.ask, memories.expand):
+        server.add_tool(tool)
+    return server
