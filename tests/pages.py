@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code in README.md and docs/: running it, and writing down what it prints.
+"""Run the code of README.md and docs/, and write its output and the tables of scores into the pages.
 
     python tests/pages.py [--scores]
 
-runs README.md and docs/use.md on the checkpoints of this repository, and writes into them what their code prints; and
-into README.md and benchmarks/smollm2/README.md the scores of the file that lies there for each checkpoint, under its
-name, those of files with many sets (several files make one table, and each task has its own), and with needles, and
-differences of two checkpoints on the same samples.
-A `text` block that stands right behind a `python` or `bash` block is what that block prints. With `--scores` nothing
-runs.
+A `text` block directly behind a `python` or `bash` block is the output of that block. Tables of scores stand between
+markers in README.md and benchmarks/smollm2/README.md and come from the result files in benchmarks/smollm2/. `--scores`
+writes the tables alone and runs nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -40,8 +37,7 @@ SCORES = ROOT / "benchmarks" / "smollm2"
 # Pages whose output is that of the checkpoint, and what of them runs.
 OF_THE_CHECKPOINT = {README: ("python",), DOCS / "use.md": ("python", "bash")}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_SCORES = re.compile(r"(<!-- (scores|sets|needles|paired) ?([^>]*?) -->\n).*?(?=\n<!-- /\2 -->)", re.DOTALL)
-_MISSING = "…"
+_SCORES = re.compile(r"(<!-- (scores|sets|needles) ?([^>]*?) -->\n).*?(?=\n<!-- /\2 -->)", re.DOTALL)
 _RATIOS = (2, 4, 8, 16)
 # Of each task the metric, and its title.
 _METRICS = {
@@ -50,7 +46,8 @@ _METRICS = {
     "reconstruction": ("token_accuracy", "tokens restored, %"),
     "continuation": ("perplexity", "perplexity of what follows"),
 }
-_READ = {"ratio": "{name}", "cut": "cut text, read by it", "bm25": "BM25's sentences, read by it"}
+_BASELINES = {"cut": "truncated text", "bm25": "BM25 sentences"}
+_READ = {"ratio": "{name}", "cut": "Truncated text, same budget", "bm25": "BM25 sentences, same budget"}
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ bos_token + message['role'] + '\n' + message['content'] + eos_token + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ bos_token + 'assistant\n' }}{% endif %}"
@@ -203,23 +200,22 @@ def filled(text: str, outputs: list[tuple[Block, str]]) -> str:
     return text
 
 
-def scores_of(name: str) -> dict[str, dict[str, Any]] | None:
-    """The rows of a checkpoint's result file about questions on SQuAD, by condition; `None` where there is no file."""
-    path = SCORES / f"{name}.json"
-    return rows_of(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+def scores_of(name: str) -> dict[str, dict[str, Any]]:
+    """Return the rows of a checkpoint's result file about questions on SQuAD, by condition."""
+    return rows_of(json.loads((SCORES / f"{name}.json").read_text(encoding="utf-8")))
 
 
 def rows_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows of a result file of `context-compressors evaluate` about questions on SQuAD, by condition."""
+    """Return the rows about questions on SQuAD of a result file of `context-compressors evaluate`, by condition."""
     rows = [row for row in content["rows"] if (row["dataset"], row["task"]) == ("squad", "question_answering")]
     return {row["condition"]: row for row in rows}
 
 
-def score_table(scores: Mapping[str, Mapping[str, Any] | None]) -> str:
-    """README's table of checkpoints: F1 on SQuAD beside what stands at the same positions, and what is kept.
+def score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return README's table: F1 on SQuAD of each checkpoint and its baselines, and the size of the memory.
 
     Args:
-        scores: of each checkpoint its `scores_of`; where it is `None` its rows hold dots.
+        scores: `scores_of` each checkpoint.
     """
     from context_compressors.reporting.tables import markdown_table
 
@@ -229,62 +225,51 @@ def score_table(scores: Mapping[str, Mapping[str, Any] | None]) -> str:
         for kind, title in _READ.items():
             conditions = ["no_context", "full_context"] if kind == "ratio" else []
             conditions += [f"{kind}={ratio}" for ratio in _RATIOS]
-            f1 = [f"{rows[condition]['metrics']['f1']:.1f}" if rows else _MISSING for condition in conditions]
+            f1 = [f"{rows[condition]['metrics']['f1']:.1f}" for condition in conditions]
             body.append([title.format(name=link), *[""] * (2 + len(_RATIOS) - len(f1)), *f1])
-        body.append(["its context: positions, kB kept", *_kept(name, rows)])
+        body.append(["Memory: tokens, kB", *_sizes(name, rows)])
     return markdown_table(["F1", "no context", "full text", *(f"{ratio}x" for ratio in _RATIOS)], body)
 
 
-def _kept(name: str, rows: Mapping[str, Any] | None) -> list[str]:
-    """Positions and kilobytes of a context: none, its keys and values, and a memory of each ratio."""
-    if rows is None:
-        return ["", *[_MISSING] * (1 + len(_RATIOS))]
+def _sizes(name: str, rows: Mapping[str, Any]) -> list[str]:
+    """Return tokens and kilobytes of no context, of the full text's KV cache, and of a memory at each ratio."""
     tokens = rows["full_context"]["costs"]["decoder_positions"] - rows["no_context"]["costs"]["decoder_positions"]
     config = json.loads((ROOT / "checkpoints" / name / "config.json").read_text(encoding="utf-8"))["decoder_config"]
     width = config["num_key_value_heads"] * config["head_dim"]
     costs = [rows[f"ratio={ratio}"]["costs"] for ratio in _RATIOS]
-    kept = [(cost["slots"], cost["memory_bytes"]) for cost in costs]
+    memories = [(cost["slots"], cost["memory_bytes"]) for cost in costs]
     # Keys and values of every layer, in bfloat16.
-    both = [(tokens, tokens * config["num_hidden_layers"] * 2 * width * 2), *kept]
-    return ["", *(f"{places:.0f}, {size / 1000:,.0f}" for places, size in both)]
+    sizes = [(tokens, tokens * config["num_hidden_layers"] * 2 * width * 2), *memories]
+    return ["", *(f"{places:.0f}, {size / 1000:,.0f}" for places, size in sizes)]
 
 
-def interval_tables(rows: Mapping[str, Any] | None) -> str:
-    """Tables of a checkpoint's page: F1 with intervals, differences on the same questions and retention; by kind.
+def interval_table(rows: Mapping[str, Any]) -> str:
+    """Return the table of a checkpoint's page: F1 with intervals, differences on the same questions and retention.
 
     Args:
-        rows: of `scores_of`; dots where it is `None`.
+        rows: of `scores_of`.
     """
     from context_compressors.reporting.tables import markdown_table
 
-    if rows is None:
-        return _MISSING
     ratios = sorted(int(name.partition("=")[2]) for name in rows if name.startswith("ratio="))
     body = []
-    for kind, title in (("ratio", "its slots"), ("cut", "cut text"), ("bm25", "BM25's sentences")):
-        found = [rows[f"{kind}={ratio}"] for ratio in ratios]
-        body.append([title, *(_with(row["metrics"]["f1"], row["intervals"]["f1"]) for row in found)])
+    for kind, title in (("ratio", "compressed"), *_BASELINES.items()):
+        of_kind = [rows[f"{kind}={ratio}"] for ratio in ratios]
+        body.append([title, *(_with(row["metrics"]["f1"], row["intervals"]["f1"]) for row in of_kind)])
     slots = [rows[f"ratio={ratio}"] for ratio in ratios]
-    for kind, title in (("cut", "slots less cut text"), ("bm25", "slots less BM25's sentences")):
-        found = [row["differences"][f"{kind}={ratio}"] for row, ratio in zip(slots, ratios, strict=True)]
-        body.append([title, *(_with(row["difference"], row["interval"]) for row in found)])
+    for kind, title in _BASELINES.items():
+        pairs = [row["differences"][f"{kind}={ratio}"] for row, ratio in zip(slots, ratios, strict=True)]
+        body.append([f"minus {title}", *(_with(pair["difference"], pair["interval"]) for pair in pairs)])
     body.append(["retention, %", *(_with(row["retention"], row["intervals"]["retention"], 0) for row in slots)])
-    body.append(["positions", *(f"{row['costs']['slots']:.0f}" for row in slots)])
-    body.append(["kB kept", *(f"{row['costs']['memory_bytes'] / 1000:,.0f}" for row in slots)])
-    bounds = [rows[name] for name in ("no_context", "full_context")]
-    none, full = (_with(row["metrics"]["f1"], row["intervals"]["f1"]) for row in bounds)
-    by_kind = [
-        [f"{kind} ({row['num_samples']})", *(f"{each['by_kind'][kind]['f1']:.0f}" for each in (*bounds, *slots))]
-        for kind, row in bounds[0]["by_kind"].items()
-    ]
-    columns = [f"{ratio}x" for ratio in ratios]
-    first = bounds[0]
-    drawn = (
-        f"{first['num_samples']} questions about {first['num_documents']} paragraphs, drawn by seed {first['seed']}."
+    sizes = [f"{row['costs']['slots']:.0f}, {row['costs']['memory_bytes'] / 1000:,.0f}" for row in slots]
+    body.append(["memory: tokens, kB", *sizes])
+    first = rows["no_context"]
+    none, full = (
+        _with(rows[name]["metrics"]["f1"], rows[name]["intervals"]["f1"]) for name in ("no_context", "full_context")
     )
-    said = f"F1, with 95 % bootstrap intervals over paragraphs; without context {none}, with the full text {full}:"
-    tables = markdown_table(["", *columns], body), markdown_table(["F1", "none", "full text", *columns], by_kind)
-    return f"{drawn}\n{said}\n\n{tables[0]}\n\nBy kind of answer, with the number of questions:\n\n{tables[1]}"
+    text = f"{first['num_samples']:,} questions about {first['num_documents']} paragraphs, seed {first['seed']}. "
+    text += f"No context: {none}. Full text: {full}."
+    return f"{text}\n\n{markdown_table(['F1', *(f'{ratio}x' for ratio in ratios)], body)}"
 
 
 def _with(value: float, interval: Sequence[float], digits: int = 1) -> str:
@@ -292,102 +277,76 @@ def _with(value: float, interval: Sequence[float], digits: int = 1) -> str:
 
 
 def tables_by_set(*contents: Mapping[str, Any]) -> str:
-    """Scores on many sets, what cut text and BM25's sentences lack, and the means over sets; a part for each task.
+    """Return a table for each task: scores on each set, their mean, and the mean difference to each baseline.
 
     Args:
-        contents: of result files of `context-compressors evaluate`, as if they were one.
+        contents: of result files of `context-compressors evaluate`, which are read as one.
     """
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    tasks: dict[str, dict[str, dict[str, Any]]] = {}
     for row in (row for content in contents for row in content["rows"]):
-        found.setdefault(row["task"], {}).setdefault(row["dataset"], {})[row["condition"]] = row
-    return "\n\n".join(part for task, sets in found.items() for part in _tables_of_task(task, sets))
+        tasks.setdefault(row["task"], {}).setdefault(row["dataset"], {})[row["condition"]] = row
+    return "\n\n".join(_table_of_task(task, sets) for task, sets in tasks.items())
 
 
-def _tables_of_task(task: str, sets: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Tables of one task: of its sets the rows by condition."""
+def _table_of_task(task: str, sets: Mapping[str, Mapping[str, Any]]) -> str:
     from context_compressors.reporting.tables import markdown_table
 
     metric, title = _METRICS[task]
-    first = next(iter(sets.values()))
-    ratios = sorted(int(name.partition("=")[2]) for name in first if name.startswith("ratio="))
+    conditions = next(iter(sets.values()))
+    ratios = sorted(int(name.partition("=")[2]) for name in conditions if name.startswith("ratio="))
     columns = ["no_context", "full_context", *(f"ratio={ratio}" for ratio in ratios)]
-    header = [title, "no context", "full text", *(f"{ratio}x" for ratio in ratios)]
-    lines = {}
+    body, cells_of_sets = [], []
     for name, rows in sets.items():
-        one = rows["no_context"]
-        domain = ", out of domain" if one["domain"] == "out" else ""
+        counts = rows["no_context"]
+        domain = ", out of domain" if counts["domain"] == "out" else ""
         cells = [(rows[column]["metrics"][metric], rows[column]["intervals"][metric]) for column in columns]
-        lines[f"{name}{domain} ({one['num_samples']:,} about {one['num_documents']:,})"] = cells
-    yield markdown_table(header, _with_mean(lines, metric != "perplexity"))
-    for kind, words in (("cut", "slots less cut text"), ("bm25", "slots less BM25's sentences")):
-        if f"{kind}={ratios[0]}" in first:
-            less = {
-                name: [rows[f"ratio={ratio}"]["differences"][f"{kind}={ratio}"] for ratio in ratios]
-                for name, rows in sets.items()
-            }
-            pairs = {name: [(cell["difference"], cell["interval"]) for cell in cells] for name, cells in less.items()}
-            yield markdown_table([words, *header[3:]], _with_mean(pairs))
+        cells_of_sets.append(cells)
+        label = f"{name}{domain} ({counts['num_samples']:,} about {counts['num_documents']:,})"
+        body.append([label, *(_with(*cell) for cell in cells)])
+    if metric != "perplexity" and len(sets) > 1:
+        body.append(["mean", *_means(cells_of_sets)])
+    for kind, baseline in _BASELINES.items():
+        if f"{kind}={ratios[0]}" in conditions:
+            pairs = [
+                [rows[f"ratio={ratio}"]["differences"][f"{kind}={ratio}"] for ratio in ratios]
+                for rows in sets.values()
+            ]
+            differences = [[(pair["difference"], pair["interval"]) for pair in of_set] for of_set in pairs]
+            body.append([f"compressed minus {baseline}, mean", "", "", *_means(differences)])
+    return markdown_table([title, "no context", "full text", *(f"{ratio}x" for ratio in ratios)], body)
 
 
-def _with_mean(
-    lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], is_mean_of_all: bool = True
-) -> list[list[str]]:
-    """Lines of a table and where there are several, if wanted, their mean, its interval that of independent sets."""
+def _means(lines: Sequence[Sequence[tuple[float, Sequence[float]]]]) -> list[str]:
+    """Return the means over sets with the intervals of independent sets."""
     from context_compressors.evaluation.bootstrap import interval_of_mean
 
     means = []
-    for column in zip(*lines.values(), strict=True):
+    for column in zip(*lines, strict=True):
         mean = fmean(value for value, _ in column)
-        means.append((mean, interval_of_mean(mean, [ends for _, ends in column])))
-    table = {**lines, "mean over sets": means} if is_mean_of_all and len(lines) > 1 else lines
-    return [[name, *(_with(value, ends) for value, ends in cells)] for name, cells in table.items()]
+        means.append(_with(mean, interval_of_mean(mean, [ends for _, ends in column])))
+    return means
 
 
 def needle_table(path: Path) -> str:
-    """The share of needles of all kinds that the outputs contain, of a file of `evaluate-needles`."""
+    """Return the share of needles that the outputs contain, from a result file of the needle task."""
     from context_compressors.evaluation.needles import NeedleGrid
 
-    # Of all tables of a measure the first.
+    # The first table of the first measure.
     tables = NeedleGrid.load(path).to_markdown().partition("\n## ")[2]
     return tables.split("\n\n")[1]
 
 
-def paired_table(content: Mapping[str, Any]) -> str:
-    """Two systems on the same samples, a line for each data set and condition.
-
-    Args:
-        content: of a file that `context-compressors compare` wrote of two systems.
-    """
-    from context_compressors.reporting.tables import markdown_table
-
-    found = content["differences"]
-    titles = dict(_METRICS.values())
-    body = [
-        [
-            f"{row['dataset']} ({row['num_samples']:,} about {row['num_documents']:,})",
-            row["conditions"][0].replace("_", " "),
-            *(_with(row[name], row[f"{name}_interval"]) for name in ("first", "second")),
-            _with(row["difference"], row["interval"]),
-        ]
-        for row in found
-    ]
-    metric, systems = found[0]["metric"], found[0]["systems"]
-    return markdown_table([titles.get(metric, metric), "condition", *systems, "difference"], body)
-
-
 def with_scores(text: str) -> str:
-    """A page with the scores of the result files: README's table, or those of the file that the place names."""
+    """Return a page with its tables of scores, from the result files that its markers name."""
 
     def table(match: re.Match[str]) -> str:
         if match[2] == "needles":
             return match[1] + needle_table(SCORES / f"{match[3]}.json")
-        if match[2] == "paired":
-            return match[1] + paired_table(json.loads((SCORES / f"{match[3]}.json").read_text(encoding="utf-8")))
         if match[2] == "sets":
             files = [SCORES / f"{name}.json" for name in match[3].split()]
             return match[1] + tables_by_set(*(json.loads(file.read_text(encoding="utf-8")) for file in files))
         if match[3]:
-            return match[1] + interval_tables(scores_of(match[3]))
+            return match[1] + interval_table(scores_of(match[3]))
         return match[1] + score_table({name: scores_of(name) for name in CHECKPOINTS})
 
     return _SCORES.sub(table, text)

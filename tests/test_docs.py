@@ -150,11 +150,10 @@ def test_every_page_is_in_the_readme_and_every_page_that_runs_is_run():
     readme = pages.README.read_text(encoding="utf-8")
     assert [page for page in PAGES if f"(docs/{page}.md)" not in readme] == []
     # A page that is added needs a test of its own; docs/add_a_method.md, docs/papers.md and docs/methods/ have files
-    # of them, docs/frameworks.md and docs/server.md have some in tests/integrations, and of the page on benchmarks
-    # nothing runs.
+    # of them, docs/frameworks.md and docs/server.md have some in tests/integrations.
     pages_that_run = ["corpus", "data", "demo", "evaluate", "methods", "publish", "serve", "train", "use"]
-    assert sorted({*pages_that_run, "add_a_method", "benchmarks", "frameworks", "papers", "server"}) == PAGES
-    assert {block.language for page in ("benchmarks", "papers") for block in blocks(page)} <= {"console", "text"}
+    assert sorted({*pages_that_run, "add_a_method", "frameworks", "papers", "server"}) == PAGES
+    assert {block.language for block in blocks("papers")} <= {"console", "text"}
 
 
 def test_project_files_agree():

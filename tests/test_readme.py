@@ -28,67 +28,32 @@ def test_its_code_prints_what_it_says(smollm2_base: Path, tmp_path: Path):
 
 
 def test_the_tables_of_scores_are_those_of_the_result_files():
-    # Of a checkpoint without a result file the tables hold dots.
     for path in (pages.README, pages.SCORES / "README.md"):
         text = path.read_text(encoding="utf-8")
         assert pages.with_scores(text) == text, "run tests/pages.py --scores"
 
 
-def test_tables_of_scores_are_filled_from_reports():
-    row = {"dataset": "squad", "task": "question_answering", "num_samples": 9, "num_documents": 8, "seed": 7}
-    conditions = [
-        "no_context",
-        "full_context",
-        *(f"{kind}={n}" for kind in ("ratio", "cut", "bm25") for n in (2, 4, 8, 16)),
-    ]
-    rows = [
-        {
-            **row,
-            "condition": name,
-            "metrics": {"f1": 10.04 * place},
-            "intervals": {"f1": [place, place + 2], "retention": [50, 70]},
-            "retention": 60.4,
-            "costs": {"decoder_positions": 40 + 160 * place, "slots": 80.2, "memory_bytes": 92_400},
-            "differences": {
-                f"{kind}={n}": {"difference": -1.5, "interval": [-3, 0]}
-                for kind in ("cut", "bm25")
-                for n in (2, 4, 8, 16)
-            },
-            "by_kind": {"date": {"num_samples": 3, "f1": 33.3}},
-        }
+def test_the_table_of_scores_is_filled_from_result_files():
+    conditions = ["no_context", "full_context", *(f"{kind}={n}" for kind in pages._READ for n in (2, 4, 8, 16))]
+    costs = {"slots": 80.2, "memory_bytes": 92_400}
+    rows = {
+        name: {"metrics": {"f1": 10.04 * place}, "costs": {**costs, "decoder_positions": 40 + 160 * place}}
         for place, name in enumerate(conditions)
-    ]
-    rows.append({**rows[2], "dataset": "nq", "metrics": {"f1": 99.0}})
-    found = pages.rows_of({"rows": rows})
-    first, second = pages.CHECKPOINTS
-    lines = [
-        [cell.strip() for cell in line.strip("|").split("|")][1:]
-        for line in pages.score_table({first: found, second: None}).splitlines()[2:]
-    ]
+    }
+    table = pages.score_table({pages.CHECKPOINTS[0]: rows})
+    lines = [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table.splitlines()[2:]]
     scores = [f"{10.04 * place:.1f}" for place in range(14)]
-    assert lines[:3] == [scores[:6], ["", "", *scores[6:10]], ["", "", *scores[10:]]]
     # 160 tokens of 30 layers with 3 heads of 64 numbers each, twice, two bytes a number.
-    assert lines[3] == ["", "160, 3,686", *["80, 92"] * 4]
-    assert {cell for cells in lines[4:] for cell in cells} == {"", "…"}
-    tables = " ".join(pages.interval_tables(found).split())
-    for part in (
-        "9 questions about 8 paragraphs, drawn by seed 7",
-        "without context 0.0 [0.0, 2.0], with the full text 10.0 [1.0, 3.0]",
-        "| its slots | 20.1 [2.0, 4.0] |",
-        "| slots less cut text | -1.5 [-3.0, 0.0] |",
-        "| retention, % | 60 [50, 70] |",
-        "| date (3) | 33 |",
-    ):
-        assert part in tables
+    sizes = ["", "160, 3,686", *["80, 92"] * 4]
+    assert lines == [scores[:6], ["", "", *scores[6:10]], ["", "", *scores[10:]], sizes]
 
 
 def test_sets_of_questions_have_a_line_each_and_their_means():
+    counts = {"task": "question_answering", "domain": "out", "num_samples": 9, "num_documents": 8}
+
     def row(dataset: str, condition: str, f1: float, width: float, **more) -> dict:
-        counts = {"task": "question_answering", "domain": "out", "num_samples": 9, "num_documents": 8}
-        intervals = {"f1": [f1 - width, f1 + width]}
-        return (
-            {"dataset": dataset, "condition": condition, "metrics": {"f1": f1}, "intervals": intervals} | counts | more
-        )
+        scores = {"metrics": {"f1": f1}, "intervals": {"f1": [f1 - width, f1 + width]}}
+        return {"dataset": dataset, "condition": condition, **scores, **counts, **more}
 
     rows = []
     for name, f1, width in (("nq", 40, 3), ("qed", 60, 4)):
@@ -96,28 +61,12 @@ def test_sets_of_questions_have_a_line_each_and_their_means():
         rows += [row(name, "no_context", 8, 2), row(name, "full_context", 80, 5)]
         rows += [row(name, "ratio=4", f1, width, differences=less), row(name, "cut=4", f1 - f1 / 10, 5)]
     lines = [" ".join(line.split()) for line in pages.tables_by_set({"rows": rows}).splitlines()]
-    assert [line for line in lines if line and not line.startswith("|-")] == [
+    assert [line for line in lines if not line.startswith("|-")] == [
         "| F1 | no context | full text | 4x |",
         "| nq, out of domain (9 about 8) | 8.0 [6.0, 10.0] | 80.0 [75.0, 85.0] | 40.0 [37.0, 43.0] |",
         "| qed, out of domain (9 about 8) | 8.0 [6.0, 10.0] | 80.0 [75.0, 85.0] | 60.0 [56.0, 64.0] |",
-        "| mean over sets | 8.0 [6.6, 9.4] | 80.0 [76.5, 83.5] | 50.0 [47.5, 52.5] |",
-        "| slots less cut text | 4x |",
-        "| nq | 4.0 [1.0, 7.0] |",
-        "| qed | 6.0 [2.0, 10.0] |",
-        "| mean over sets | 5.0 [2.5, 7.5] |",
-    ]
-
-
-def test_two_systems_on_the_same_samples_have_a_line_for_each_ratio():
-    row = {"dataset": "nq", "metric": "f1", "systems": ["after", "before"], "num_samples": 1200, "num_documents": 8}
-    row |= {"first": 9, "first_interval": [7, 11], "second": 8, "second_interval": [6, 10]}
-    row |= {"difference": 1, "interval": [-1.5, 3]}
-    rows = [row | {"conditions": [name, name]} for name in ("ratio=4", "full_context")]
-    lines = [" ".join(line.split()) for line in pages.paired_table({"differences": rows}).splitlines()]
-    assert [line for line in lines if not line.startswith("|-")] == [
-        "| F1 | condition | after | before | difference |",
-        "| nq (1,200 about 8) | ratio=4 | 9.0 [7.0, 11.0] | 8.0 [6.0, 10.0] | 1.0 [-1.5, 3.0] |",
-        "| nq (1,200 about 8) | full context | 9.0 [7.0, 11.0] | 8.0 [6.0, 10.0] | 1.0 [-1.5, 3.0] |",
+        "| mean | 8.0 [6.6, 9.4] | 80.0 [76.5, 83.5] | 50.0 [47.5, 52.5] |",
+        "| compressed minus truncated text, mean | | | 5.0 [2.5, 7.5] |",
     ]
 
 

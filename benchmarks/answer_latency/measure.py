@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to the first token and to the last one: the full context in words, against a memory that is ready.
+"""Time to the first and last token of an answer: from the full context, and from a stored memory.
 
     python -m benchmarks.answer_latency.measure
     python -m benchmarks.answer_latency.measure --setting table7 --compile    # GMSA's Table 7, on a GPU at 7B
 
-Full context: the plain language model of the same shape reads context and question. Memory: the compressor, its
-adapters in place (or merged, with --merge-adapters), reads slots and question. Both write greedily, always the same
-number of tokens. Compression is timed by itself, so that the table can show the time with it, too, and after how many
-readings it has paid for itself: compression time / (full-context time - memory time). Weights are random: they change
-no time.
+Full context: the language model reads context and question. Memory: the compressor reads slots and question, with its
+adapters in place or merged (--merge-adapters). Both write the same number of tokens greedily. Compression is timed
+separately. It breaks even after compression time / (full-context time - memory time) readings. Weights are random.
 
-Beside each time stands its roofline: the operations of GMSA's Appendix G, the bytes of weights and of the cache that
-must move and, on a GPU that is known, the time that these take at the least. A setting of the paper is a set of
-defaults: on a GPU the paper's shape (Table 7: batches of 1, 8 and 32 contexts, the last of which need some 110 GB), on
-a CPU the small shape; what is given on the command line replaces them. `--compile` turns the passes over one token, of
-both sides, into compiled graphs: otherwise starting the kernels can take longer than running them.
+`--setting` has the paper's shape on a GPU (Table 7: batches of 1, 8 and 32 contexts, up to 110 GB) and a small shape
+on a CPU; other options override it. `--compile` compiles the passes over one token on both sides.
 """
 
 from __future__ import annotations
@@ -33,14 +28,6 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.answer_latency.roofline import (
-    ForwardPass,
-    answer_passes,
-    compression_pass,
-    hardware_of,
-    module_bytes,
-    summary,
-)
 from benchmarks.common.tools import (
     add_shape_arguments,
     device_of,
@@ -182,7 +169,7 @@ def measure(
         times = (full[warm_up:], compression[ratio][warm_up:], answers[ratio][warm_up:])
         row = {"num_tokens": length, "batch_size": batch_size, "ratio": ratio, "slots": places[ratio]}
         row |= {"memory_bytes": memories[ratio].nbytes, "samples": dict(zip(_SIDES, times, strict=True))}
-        rows.append(row | {"roofline": _rooflines(language_model, compressor, row, arguments)})
+        rows.append(row)
     return rows
 
 
@@ -201,54 +188,20 @@ def medians(row: dict[str, Any], token: str) -> tuple[float, float, float]:
     return full, memory, median(samples["compression"])
 
 
-def _rooflines(
-    language_model: PreTrainedModel, compressor: PreTrainedModel, row: dict[str, Any], arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Operations, bytes and least time of each side, the answers to the first and to the last token."""
-    config, dtype = language_model.config, getattr(torch, arguments.dtype)
-    hardware = hardware_of(device_of(arguments), dtype)
-    embeddings = language_model.get_input_embeddings()
-    weights = module_bytes(language_model, without=None if config.tie_word_embeddings else embeddings)
-    is_cached = compressor.config.carrier == "key_values"
-    slots, question = row["slots"], arguments.question_tokens
-
-    def answer(prefill: int, num_cached: int) -> list[ForwardPass]:
-        sizes = (weights, dtype.itemsize, row["batch_size"], prefill, num_cached, arguments.new_tokens)
-        return answer_passes(config, *sizes)
-
-    sides = {
-        "full_context": answer(row["num_tokens"] + question, 0),
-        "memory": answer(question, slots) if is_cached else answer(slots + question, 0),
-    }
-    found = {
-        side: {"first_token": summary(passes[:1], hardware), "last_token": summary(passes, hardware)}
-        for side, passes in sides.items()
-    }
-    compression = compression_pass(compressor, row["batch_size"], row["num_tokens"], row["ratio"])
-    return {**found, "compression": summary([compression], hardware)}
-
-
-def table(rows: Sequence[dict[str, Any]], new_tokens: int) -> str:
-    """The rows for people: times in milliseconds with the least ones behind them, and the operations."""
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as a table, with times in milliseconds."""
     header = ["N", "batch", "ratio", "to token", "full context", "memory", "compression", "with compression"]
-    header += ["speed-up", "break-even reads", "GFLOPs full", "memory", "compression", "speed-up by FLOPs"]
+    header += ["speed-up", "break-even reads"]
     body = []
     for row in rows:
         if row.get("out_of_memory"):
             continue
-        rooflines = row["roofline"]
-        for name, tokens in zip(_TOKENS, (1, new_tokens), strict=True):
-            full, memory, compression = times = medians(row, name)
-            parts = [rooflines[side].get(name, rooflines[side]) for side in ("full_context", "memory", "compression")]
-            flops, reads = [part["flops"] for part in parts], break_even(compression, full, memory)
-            pairs = [*zip(times, [part["least_seconds"] for part in parts], strict=True), (memory + compression, None)]
-            body.append(
-                [row["num_tokens"], row["batch_size"], row["ratio"], tokens]
-                + [f"{1e3 * time:.1f}" + (f" (>= {1e3 * least:.1f})" if least else "") for time, least in pairs]
-                + [f"{full / (memory + compression):.2f}", "never" if reads is None else reads]
-                + [f"{value / 1e9:.4g}" for value in flops]
-                + [f"{flops[0] / (flops[1] + flops[2]):.2f}"]
-            )
+        for name in _TOKENS:
+            full, memory, compression = medians(row, name)
+            times = [f"{1e3 * seconds:.1f}" for seconds in (full, memory, compression, memory + compression)]
+            reads = break_even(compression, full, memory)
+            sizes = [row["num_tokens"], row["batch_size"], row["ratio"], name.removesuffix("_token")]
+            body.append([*sizes, *times, f"{full / (memory + compression):.2f}", "never" if reads is None else reads])
     return "Times in milliseconds.\n\n" + markdown_table(header, body)
 
 
@@ -332,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{batch_size} contexts of {length} tokens do not fit into the memory", file=sys.stderr)
             rows.append({"num_tokens": length, "batch_size": batch_size, "out_of_memory": True})
     name = device.type if arguments.setting is None else f"{arguments.setting}_{device.type}"
-    save_and_report(__file__, arguments, rows, table(rows, arguments.new_tokens), name)
+    save_and_report(__file__, arguments, rows, table(rows), name)
     return 0
 
 

@@ -14,7 +14,7 @@ from context_compressors.evaluation.bootstrap import percentile_interval
 from context_compressors.evaluation.paired import resampled_means
 from context_compressors.evaluation.rows import NO_CONTEXT, ascending
 
-HOLDS, FAILS, OPEN, NOT_RUN = "holds", "does not", "cannot be told", "not run"
+HOLDS, FAILS, OPEN, NOT_RUN = "higher", "lower", "inconclusive", "not run"
 # Of 2,000 the ends of an interval move by a tenth of a point from draw to draw, which turned a verdict.
 NUM_RESAMPLES = 10_000
 
@@ -74,43 +74,4 @@ def against_no_context(
             if "difference" in at:
                 kept = {"ratio": ratio, "difference": at["difference"], "interval": at["interval"]}
                 found.setdefault(name, []).append(kept)
-    return found
-
-
-def against_embeddings(
-    rows: Sequence[Mapping[str, Any]],
-    carriers: Mapping[str, str | None],
-    *given: Any,
-) -> list[dict[str, Any]]:
-    """Of each system of keys and values how much its F1 is above that of embeddings of as many positions and bytes.
-
-    `positions` are the best at the same ratio. Of bytes there are both sides: `fewer`, the best of those that store no
-    more, and `more`, the nearest of those that store no less, of several the best. Above the second it is better at
-    equal bytes, below the first it is worse.
-    """
-    stored, f1 = {}, {}
-    for row in rows:
-        if row["set"] == "mean" and "bytes_per_context_token" in row["costs"]:
-            key = row["system"], row["ratio"]
-            stored[key], f1[key] = round(row["costs"]["bytes_per_context_token"]), row["scores"]["f1"]
-    embeddings = [key for key in stored if carriers.get(key[0]) == "embeddings"]
-    found = []
-    for key, num_bytes in stored.items():
-        if carriers.get(key[0]) != "key_values":
-            continue
-        rivals = {
-            "positions": max((other for other in embeddings if other[1] == key[1]), key=f1.get, default=None),
-            "fewer": max((other for other in embeddings if stored[other] <= num_bytes), key=f1.get, default=None),
-            "more": min(
-                (other for other in embeddings if stored[other] >= num_bytes),
-                key=lambda other: (stored[other], -f1[other]),
-                default=None,
-            ),
-        }
-        against = {
-            side: {"system": rival[0], "ratio": rival[1], **_paired(key, rival, *given)}
-            for side, rival in rivals.items()
-            if rival is not None
-        }
-        found.append({"system": key[0], "ratio": key[1], **against})
     return found

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +71,8 @@ def train_trial(comparison: Comparison, name: str, seed: int, rate: float) -> No
 
     trainer.add_callback(Stop())
     trainer.train(resume_from_checkpoint=latest_checkpoint(str(folder)))
-    log = trainer.state.log_history
-    losses = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
-    found = {"steps": steps, "eval_loss": losses[-1], "losses": training_losses(log)}
-    write_json(found, folder / "trial.json")
-
-
-def training_losses(log: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """Steps with the cross-entropy of a target token behind the slots, whatever else a method's loss has."""
-    values = ((entry["step"], name, value) for entry in log for name, value in entry.items())
-    return [(step, value) for step, name, value in values if re.fullmatch(r"loss_ratio_\d+", name)]
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    write_json({"steps": steps, "eval_loss": losses[-1]}, folder / "trial.json")
 
 
 def train_run(comparison: Comparison, name: str, seed: int) -> None:

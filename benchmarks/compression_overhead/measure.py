@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time and peak memory of `compress`, beside the bare forward pass of its encoder.
 
-    python -m benchmarks.compression_overhead.measure --methods comprexit mean_pooling --profile
+    python -m benchmarks.compression_overhead.measure --methods comprexit mean_pooling
 
 Both calls see the same batch, the same attention and the same adapter, and take turns, so that whatever else the
 machine does hits both. Memory is what a call holds at its peak beyond the weights. The encoder alone reads the context
@@ -13,8 +13,7 @@ The goal for mean pooling is at most 1.05 times the encoder alone, in time and m
 behind a cache: its goal is 1.15 times the encoder's time, and 1.3 times the memory of the cached pass.
 
 `--row-lengths` makes a batch full of padding: its rows have these shares of N, one after the other. Such a row of the
-result also has the time of compressing each context alone. `--profile` adds where the time of `compress` goes, by the
-model's parts and by operators.
+result also has the time of compressing each context alone.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from benchmarks.common.tools import (
     shape_config,
     tells_errors,
 )
-from benchmarks.compression_overhead.time_by_part import time_by_part
 from context_compressors.reporting.tables import markdown_table
 
 _MEAN_POOLING_GOAL = 1.05
@@ -119,8 +117,6 @@ def measure(model: PreTrainedModel, method: str, length: int, arguments: argpars
         "peak_bytes": {name: peak_bytes(calls[name], device) for name in ("encoder", "compress", "cached")},
         "seconds": times,
     }
-    if arguments.profile:
-        row["profile"] = time_by_part(model.base_model, calls["compress"], device)
     return row
 
 
@@ -132,13 +128,6 @@ def time_ratio(row: dict[str, Any], of: Callable[[Sequence[float]], float] = med
 def memory_ratio(row: dict[str, Any], reference: str = "encoder") -> float:
     """Peak memory of `compress` over that of the encoder alone, or of the "cached" pass."""
     return row["peak_bytes"]["compress"] / row["peak_bytes"][reference]
-
-
-def profile_table(profile: dict[str, Any]) -> str:
-    """A profile for people: the parts' own shares of the time, largest first."""
-    parts = sorted(profile["parts"], key=lambda part: -part["own_seconds"])
-    body = [[part["part"], f"{100 * part['own_seconds'] / profile['seconds']:.1f} %"] for part in parts]
-    return markdown_table(["part", "share of the time"], body)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -173,7 +162,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ratio", type=positive_int, default=4, metavar="R", help="default: 4")
     add("--repeats", type=positive_int, default=5, metavar="N", help="turns of each of the two (default: 5)")
     add("--row-lengths", nargs="+", type=share, default=[1.0], metavar="X", help="shares of N, by row (default: 1)")
-    add("--profile", action="store_true", help="also tell where the time of compress goes")
     return parser
 
 
@@ -192,8 +180,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             row = measure(model, method, length, arguments)
             rows.append(row)
             print(f"{method}, N = {length}: time {time_ratio(row):.3f}, memory {memory_ratio(row):.3f}")
-            if arguments.profile:
-                print(f"\n{profile_table(row['profile'])}\n")
     save_and_report(__file__, arguments, rows, table(rows))
     return 0
 

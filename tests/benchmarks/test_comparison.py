@@ -148,8 +148,6 @@ def test_a_run_is_its_better_trial_gone_on_with_as_if_it_had_not_stopped(
     losses = {rate: plan.read_json(trials[rate] / "trial.json")["eval_loss"] for rate in trials}
     rate = min(losses, key=losses.__getitem__)
     assert len(set(losses.values())) == 2
-    steps = [step for step, loss in plan.read_json(trials[rate] / "trial.json")["losses"] if loss > 0]
-    assert steps == [1, 2]
     assert plan.summary(folder)["steps"] == 4
     assert not list(systems.folder.glob("family/**/checkpoint-*"))
     train(systems.training_command("mean_pooling", 1, rate, tmp_path / "whole"))

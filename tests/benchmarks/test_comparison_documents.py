@@ -41,7 +41,7 @@ def test_the_documents_that_train_choose_and_are_reported_are_named_and_kept_apa
     # Without a run, and without the data, what is published stays.
     write_answers(systems.peers, "cut", 4, ["bees"] * 12, systems.table)
     page.write(results.gather(systems), tmp_path)
-    assert "`comparison.json` has the ids of the three parts" in (tmp_path / "README.md").read_text()
+    assert "they are disjoint" in (tmp_path / "README.md").read_text()
     later = comparison(tmp_path / "second", "--reader", "reader")
     ask(later, tokenizer)
     again = results.gather(later)["documents_apart"]

@@ -122,24 +122,6 @@ def test_a_cached_pass_holds_the_keys_and_values(script):
         assert size < tools.peak_bytes(cached, torch.device("cpu")) <= alone + size
 
 
-def test_a_profile_tells_the_parts_of_a_method(script, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    output = tmp_path / "overhead.json"
-    arguments = [*TOY, "--methods", "comprexit", "--lengths", "64", "--batch-size", "1", "--repeats", "1", "--profile"]
-    assert script("compression_overhead.measure").main([*arguments, "--output", str(output)]) == 0
-    profile = json.loads(output.read_text(encoding="utf-8"))["rows"][0]["profile"]
-    parts = {part["part"]: part for part in profile["parts"]}
-    assert {"whole", "language_model", "layer_gate", "transmission", "transmission.metric", "slot_mlp"} <= set(parts)
-    # What each part does itself adds up to the whole.
-    assert sum(part["own_seconds"] for part in parts.values()) == pytest.approx(profile["seconds"], rel=1e-2)
-    assert parts["whole"]["seconds"] == profile["seconds"]
-    assert all(0 <= part["own_seconds"] <= part["seconds"] for part in parts.values())
-    assert parts["transmission"]["seconds"] > parts["transmission.metric"]["seconds"]
-    shares = [operator["share"] for operator in profile["operators"]]
-    assert shares == sorted(shares, reverse=True)
-    assert 0 < sum(shares) <= 1
-    assert "| language_model" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_methods_with_memory_tokens_read_the_whole_context_as_one_chunk(
     script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
