@@ -17,10 +17,10 @@ from ..configuration.field_checks import is_number
 from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
+from .compressor.headwise_reading import InputRecorder
 from .compressor.opened_contexts import OpenedContextModel
 from .compressor.token_rows import check_together
 from .memory.compressed_context import KeyValues
-from .memory.headwise_memory import InputRecorder
 from .memory.headwise_pairs import HeadwisePairs, kept_pairs
 from .memory.key_value_memory import key_value_shape
 from .parts.float32_layers import Float32Linear

@@ -5275,17 +5275,23 @@ _TURNED_OTHERWISE = ("nanochat", "hunyuan_v1_dense", "hunyuan_v1_moe")
 # Families whose layers that see everything turn no keys; of the second, only beside others with a sliding window.
 _TURN_IN_WINDOWS = ("afmoe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini")
 _OR_WITHOUT_WINDOW = ("exaone4", "exaone_moe", "kolibri1")
-_NUM_SLOTS = "_context_compressor_num_slots"
+_NUM_SLOTS, _PAIRS = "_context_compressor_num_slots", "_context_compressor_pairs"
 
 
-def note_cached_slots(cache: Cache | None, num_places: int) -> None:
-    """Keep with a cache how many places slots take in it in front of the text."""
+def note_cached_slots(cache: Cache | None, num_slots: int) -> None:
+    """Keep with a cache how many slots it holds in front of the text."""
     if cache is not None:
-        setattr(cache, _NUM_SLOTS, num_places)
+        setattr(cache, _NUM_SLOTS, num_slots)
+
+
+def note_cached_pairs(cache: Cache | None, pairs: Any) -> None:
+    """Keep with a cache the pairs that heads read in front of what it holds; `None` for none."""
+    if cache is not None:
+        setattr(cache, _PAIRS, pairs)
 
 
 def num_cached_slots(cache: Cache | None) -> int:
-    """Places that slots take in a cache; 0 in an empty one, and where it was filled by another model."""
+    """Slots that a cache holds; 0 in an empty one, and where it was filled by another model."""
     return getattr(cache, _NUM_SLOTS, 0) if cache is not None and cache.get_seq_length() else 0
 
 
@@ -5501,17 +5507,6 @@ def warn_about_positions(
             f"slots and text need more positions than the {limit} of the decoder (max_position_embeddings), and it "
             f"may not read what lies behind them: {otherwise}, or join fewer memories"
         )
-
-
-# memory/headwise_memory.py
-
-_HEAD_MASKS = "_context_compressor_head_masks"
-
-
-def forget_head_masks(cache: Cache | None) -> None:
-    """Take back what `note_head_masks` keeps with a cache."""
-    if getattr(cache, _HEAD_MASKS, None) is not None:
-        setattr(cache, _HEAD_MASKS, None)
 
 
 # compressor/serving.py
@@ -6874,7 +6869,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
             inputs = self.next_inputs(input_ids, attention_mask, *reading, cache)
         else:
             # One that has been emptied may have held a memory.
-            forget_head_masks(cache)
+            note_cached_pairs(cache, None)
             text, joined = self.text_rows(input_ids, attention_mask), None
             text.targets = targets
             if context is not None and cache is None and use_cache is not True:
@@ -6897,7 +6892,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         with self._adapter(self.language_model, DECODER):
             outputs = run_backbone(self.language_model, **inputs, **kwargs)
         if not is_cached:
-            note_cached_slots(getattr(outputs, CACHE), self.num_places(memory))
+            note_cached_slots(getattr(outputs, CACHE), 0 if memory is None else memory.attention_mask.shape[1])
         if not use_cache:
             # Some backbones hand back the cache that they were given; a field that is set cannot be taken out again.
             outputs = type(outputs)(**{name: value for name, value in outputs.items() if name != CACHE})

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import InitVar, dataclass, field, fields, replace
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -41,6 +41,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    AttentionInterface,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -59,6 +60,7 @@ from transformers.integrations.peft import maybe_load_adapters
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -5301,17 +5303,28 @@ _TURNED_OTHERWISE = ("nanochat", "hunyuan_v1_dense", "hunyuan_v1_moe")
 # Families whose layers that see everything turn no keys; of the second, only beside others with a sliding window.
 _TURN_IN_WINDOWS = ("afmoe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini")
 _OR_WITHOUT_WINDOW = ("exaone4", "exaone_moe", "kolibri1")
-_NUM_SLOTS = "_context_compressor_num_slots"
+_NUM_SLOTS, _PAIRS = "_context_compressor_num_slots", "_context_compressor_pairs"
 
 
-def note_cached_slots(cache: Cache | None, num_places: int) -> None:
-    """Keep with a cache how many places slots take in it in front of the text."""
+def note_cached_slots(cache: Cache | None, num_slots: int) -> None:
+    """Keep with a cache how many slots it holds in front of the text."""
     if cache is not None:
-        setattr(cache, _NUM_SLOTS, num_places)
+        setattr(cache, _NUM_SLOTS, num_slots)
+
+
+def note_cached_pairs(cache: Cache | None, pairs: Any) -> None:
+    """Keep with a cache the pairs that heads read in front of what it holds; `None` for none."""
+    if cache is not None:
+        setattr(cache, _PAIRS, pairs)
+
+
+def cached_pairs(cache: Cache | None) -> Any:
+    """The pairs that lie beside a cache, or `None`."""
+    return getattr(cache, _PAIRS, None)
 
 
 def num_cached_slots(cache: Cache | None) -> int:
-    """Places that slots take in a cache; 0 in an empty one, and where it was filled by another model."""
+    """Slots that a cache holds; 0 in an empty one, and where it was filled by another model."""
     return getattr(cache, _NUM_SLOTS, 0) if cache is not None and cache.get_seq_length() else 0
 
 
@@ -5555,129 +5568,6 @@ def warn_about_positions(
             f"slots and text need more positions than the {limit} of the decoder (max_position_embeddings), and it "
             f"may not read what lies behind them: {otherwise}, or join fewer memories"
         )
-
-
-# memory/headwise_memory.py
-
-_HEAD_MASKS = "_context_compressor_head_masks"
-_WIDTHS = "_layer_widths"
-
-
-class InputRecorder(KeyValueRecorder):
-    """A recorder to which layers with `read_by_heads` also show what their attention reads.
-
-    Args:
-        places: as of [`KeyValueRecorder`].
-        take: called with a layer's number and what its attention reads, `(batch_size, num_places, hidden_size)`,
-            without gradients; what it returns is in `inputs`, in the order of the layers.
-    """
-
-    def __init__(self, places: Tensor, take: Callable[[int, Tensor], Tensor]):
-        super().__init__(places)
-        self._take = take
-        self.inputs: list[Tensor] = []
-
-    def note_input(self, layer: int, states: Tensor) -> None:
-        """Show it what a layer reads."""
-        # Gradient checkpointing comes by a second time.
-        if self._is_open:
-            self.inputs.append(self._take(layer, states.detach()))
-
-
-def num_places(memory: CompressedContext) -> int:
-    """Places that the first layer of a decoder's cache needs for a memory: those of the fullest head of all layers."""
-    return max(_layer_widths(memory))
-
-
-def _layer_widths(memory: CompressedContext) -> list[int]:
-    """Places of each layer's fullest head, at least one."""
-    widths = getattr(memory, _WIDTHS, None)
-    if widths is None:
-        of_heads = _sorted_pairs(memory)[1].amax(dim=0)
-        widths = of_heads.unflatten(0, (len(memory.key_values or ()), -1)).amax(dim=1).clamp(min=1).tolist()
-        setattr(memory, _WIDTHS, widths)
-    return widths
-
-
-def spread_pairs(memory: CompressedContext, is_uniform: bool = False) -> tuple[KeyValues, list[Tensor]]:
-    """A memory's pairs by head, as a decoder reads them."""
-    pairs = memory.key_values or ()
-    order, counts = _sorted_pairs(memory)
-    starts = (counts.cumsum(dim=1) - counts).unflatten(1, (len(pairs), -1))
-    by_layer, masks, spread = counts.unflatten(1, (len(pairs), -1)), [], []
-    flat = [torch.stack([pair[side] for pair in pairs], dim=1).flatten(1, 3) for side in (0, 1)]
-    for layer, width in enumerate(_layer_widths(memory)):
-        width = num_places(memory) if is_uniform or not layer else width
-        ranks = torch.arange(width, device=order.device) - (width - by_layer[:, layer, :, None])
-        is_real = ranks >= 0
-        at = (starts[:, layer, :, None] + ranks).where(is_real, 0)
-        chosen = order.gather(1, at.flatten(1)) if order.shape[1] else at.flatten(1)
-        both = []
-        for states in flat:
-            taken = take_places(states, chosen) if order.shape[1] else states.new_zeros(*chosen.shape, states.shape[2])
-            both.append(taken.view(*at.shape, -1).masked_fill(~is_real[..., None], 0))
-        spread.append((both[0], both[1]))
-        masks.append(is_real)
-    return tuple(spread), masks
-
-
-def _sorted_pairs(memory: CompressedContext) -> tuple[Tensor, Tensor]:
-    """The order that brings the pairs of each row head behind head, `(batch_size, num_pairs)`, and their numbers."""
-    if memory.head_ids is None:
-        raise ValueError("the memory's heads have their own places: it has no `head_ids`")
-    num_heads = memory.head_ids.shape[2]
-    # Those of padding slots stand behind all.
-    heads = memory.head_ids.long().where(memory.attention_mask[:, :, None].bool(), num_heads)
-    heads = heads.transpose(1, 2).flatten(1)
-    counts = heads.new_zeros(len(heads), num_heads + 1).scatter_add_(1, heads, torch.ones_like(heads))
-    return heads.argsort(dim=1, stable=True), counts[:, :num_heads]
-
-
-def note_head_masks(cache: Cache, masks: Sequence[Tensor], first_position: int = 0) -> None:
-    """Keep with a cache, which starts with a memory, what each head of each layer has of it."""
-    setattr(cache, _HEAD_MASKS, (list(masks), first_position))
-
-
-def forget_head_masks(cache: Cache | None) -> None:
-    """Take back what `note_head_masks` keeps with a cache."""
-    if getattr(cache, _HEAD_MASKS, None) is not None:
-        setattr(cache, _HEAD_MASKS, None)
-
-
-def read_by_heads(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """A forward pre-hook of an attention layer: of a cache with `note_head_masks` each head reads its own slots, and
-    an [`InputRecorder`] sees what the layer reads."""
-    cache: Any = kwargs.get(CACHE)
-    states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    layer: int = attention.layer_idx  # type: ignore[assignment]
-    if isinstance(cache, InputRecorder):
-        cache.note_input(layer, states)
-    noted = getattr(cache, _HEAD_MASKS, None)
-    if noted is None:
-        return None
-    masks, first_position = noted
-    slots = masks[layer]
-    num_queries = states.shape[1]
-    text: Any = kwargs.get("attention_mask")
-    if cache.is_compileable:
-        # All layers are as long as the mask.
-        text = text[..., slots.shape[2] :]
-    else:
-        num_text = cache.get_seq_length(layer) - slots.shape[2] + num_queries
-        if text is None:
-            text = slots.new_ones(num_queries, num_text).tril(num_text - num_queries)[None, None]
-        text = text[..., text.shape[-1] - num_text :]
-    # The query heads of a key/value head read the same places.
-    config: Any = attention.config
-    slots = slots.repeat_interleave(config.num_attention_heads // slots.shape[1], dim=1)
-    slots = slots[:, :, None].expand(-1, -1, num_queries, -1)
-    if first_position:
-        slots = slots & (kwargs["position_ids"] >= first_position)[:, None, :, None]
-    if text.is_floating_point():
-        slots = torch.zeros_like(slots, dtype=text.dtype).masked_fill(~slots, torch.finfo(text.dtype).min)
-    text = text.expand(*slots.shape[:3], -1)
-    mask = torch.cat([slots, text], dim=3)
-    return args, {**kwargs, "attention_mask": mask if num_queries == 1 else with_sight(mask)}
 
 
 # compressor/serving.py
@@ -7040,7 +6930,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
             inputs = self.next_inputs(input_ids, attention_mask, *reading, cache)
         else:
             # One that has been emptied may have held a memory.
-            forget_head_masks(cache)
+            note_cached_pairs(cache, None)
             text, joined = self.text_rows(input_ids, attention_mask), None
             text.targets = targets
             if context is not None and cache is None and use_cache is not True:
@@ -7063,7 +6953,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         with self._adapter(self.language_model, DECODER):
             outputs = run_backbone(self.language_model, **inputs, **kwargs)
         if not is_cached:
-            note_cached_slots(getattr(outputs, CACHE), self.num_places(memory))
+            note_cached_slots(getattr(outputs, CACHE), 0 if memory is None else memory.attention_mask.shape[1])
         if not use_cache:
             # Some backbones hand back the cache that they were given; a field that is set cannot be taken out again.
             outputs = type(outputs)(**{name: value for name, value in outputs.items() if name != CACHE})
@@ -7360,12 +7250,183 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
 
 # Tokens of the piece before it that a piece starts with: what it goes on from (KVzip).
 _OVERLAP = 8
+_BY_HEADS = f"{__name__}.attend_by_heads"
+# Of a batch, heads are read together where none keeps fewer pairs than this share of the fullest one's.
+_LEAST_SHARE = 7 / 8
+
+
+@dataclass
+class HeadGroup:
+    """Pairs that some of a layer's heads keep, which are read together.
+
+    Args:
+        heads: which ones, as `row * num_key_value_heads + head`.
+        rows: their rows.
+        keys: `(num_heads, 1, width, head_dim)`.
+        values: same shape.
+        is_real: `(num_heads, width)` bool, pairs in front of pads; `None` where there are no pads.
+    """
+
+    heads: Tensor | slice
+    rows: Tensor | slice
+    keys: Tensor
+    values: Tensor
+    is_real: Tensor | None
+
+
+def pairs_by_head(memory: CompressedContext) -> list[list[HeadGroup]]:
+    """Each layer's pairs, head by head: those of a single row without a pad, and as views of one tensor."""
+    if memory.head_ids is None:
+        raise ValueError("the memory's heads have their own places: it has no `head_ids`")
+    pairs, num_heads = memory.key_values or (), memory.head_ids.shape[2]
+    # Those of padding slots stand behind all.
+    heads = memory.head_ids.long().where(memory.attention_mask[:, :, None].bool(), num_heads)
+    heads = heads.transpose(1, 2).flatten(1)
+    counts = heads.new_zeros(len(heads), num_heads + 1).scatter_add_(1, heads, torch.ones_like(heads))[:, :num_heads]
+    order = heads.argsort(dim=1, stable=True)
+    flat = [take_places(torch.stack([pair[side] for pair in pairs], dim=1).flatten(1, 3), order) for side in (0, 1)]
+    # The one wait for the device.
+    of_rows = counts.tolist()
+    starts = [[0, *accumulate(row)] for row in of_rows]
+    per_layer = num_heads // len(pairs)
+    layers = []
+    for first in range(0, num_heads, per_layer):
+        places = [(row, head) for row in range(len(of_rows)) for head in range(first, first + per_layer)]
+        if len(of_rows) == 1:
+            bounds = [slice(*starts[0][head : head + 2]) for _, head in places]
+            views = [[states[:, None, part] for states in flat] for part in bounds]
+            layers.append([HeadGroup(slice(i, i + 1), slice(None), *both, None) for i, both in enumerate(views)])
+            continue
+        groups: list[list[tuple[int, int]]] = []
+        for row, head in sorted(places, key=lambda place: -of_rows[place[0]][place[1]]):
+            if not groups or of_rows[row][head] < _LEAST_SHARE * of_rows[groups[-1][0][0]][groups[-1][0][1]]:
+                groups.append([])
+            groups[-1].append((row, head))
+        layers.append([_group(group, first, per_layer, of_rows, starts, flat) for group in groups])
+    return layers
+
+
+def _group(
+    group: list[tuple[int, int]],
+    first: int,
+    per_layer: int,
+    counts: list[list[int]],
+    starts: list[list[int]],
+    flat: list[Tensor],
+) -> HeadGroup:
+    """The pairs of some `(row, head)` of a layer, whose first head is `first`."""
+    device = flat[0].device
+    widths = [counts[row][head] for row, head in group]
+    rows = torch.tensor([row for row, _ in group], device=device)
+    ranks = torch.arange(max(widths), device=device)
+    is_real = ranks < torch.tensor(widths, device=device)[:, None]
+    at = torch.tensor([starts[row][head] for row, head in group], device=device)[:, None] + ranks.where(is_real, 0)
+    keys, values = (states[rows[:, None], at.clamp(max=states.shape[1] - 1)][:, None] for states in flat)
+    heads = torch.tensor([row * per_layer + head - first for row, head in group], device=device)
+    return HeadGroup(heads, rows, keys, values, None if min(widths) == max(widths) else is_real)
+
+
+def attend_by_heads(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    pairs: tuple[list[HeadGroup], int] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """An attention function of the library: that of the base, which reads in front of the text what each head keeps."""
+    config: Any = module.config
+    name, own = config.read_as._attn_implementation, sys.modules[type(module).__module__]
+    attention: Any = own.eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+    if pairs is None:
+        return attention(module, query, key, value, attention_mask, **kwargs)
+    groups, first_position = pairs
+    (batch_size, num_heads), num_queries = key.shape[:2], query.shape[2]
+    if attention_mask is None and num_queries > 1:
+        # A first pass, whose causality is left to the kernel; a fixed cache has places behind it.
+        key, value = key[:, :, :num_queries], value[:, :, :num_queries]
+        attention_mask = key.new_ones(num_queries, num_queries, dtype=torch.bool).tril()[None, None]
+    # A token behind text that it sees whole stands behind the opening.
+    sees = None
+    if attention_mask is not None or num_queries == key.shape[2]:
+        sees = (kwargs["position_ids"] >= first_position).expand(batch_size, -1)
+    queries = query.unflatten(1, (num_heads, -1)).flatten(0, 1)
+    keys, values = key.flatten(0, 1)[:, None], value.flatten(0, 1)[:, None]
+    outputs = []
+    for group in groups:
+        mask = None if attention_mask is None else attention_mask.expand(batch_size, -1, -1, -1)[group.rows]
+        mask = _with_pairs(mask, group, None if sees is None else sees[group.rows], keys, is_added=name == "eager")
+        both = (
+            torch.cat([front, text[group.heads]], dim=2)
+            for front, text in ((group.keys, keys), (group.values, values))
+        )
+        outputs.append(attention(module, queries[group.heads], *both, mask, **kwargs)[0])
+    output = torch.cat(outputs)
+    if isinstance(groups[0].heads, Tensor):
+        output = output[torch.cat([group.heads for group in groups]).argsort()]
+    return output.unflatten(0, (batch_size, num_heads)).transpose(1, 2).flatten(2, 3), None
+
+
+def _with_pairs(
+    mask: Tensor | None, group: HeadGroup, sees: Tensor | None, text: Tensor, is_added: bool
+) -> Tensor | None:
+    """A text's mask with the pairs in front, `(num_heads, 1, num_queries, width + num_tokens)`; `None`: all are seen."""
+    if mask is None and sees is None and group.is_real is None:
+        return None
+    num_heads, _, width, _ = group.keys.shape
+    front = text.new_ones(num_heads, 1, 1, width, dtype=torch.bool)
+    if group.is_real is not None:
+        front = front & group.is_real[:, None, None]
+    if sees is not None:
+        front = front & sees[:, None, :, None]
+    if mask is None:
+        mask = text.new_ones(1, 1, 1, text.shape[2], dtype=torch.bool)
+    if is_added and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=text.dtype).masked_fill(~mask, torch.finfo(text.dtype).min)
+    if mask.is_floating_point():
+        front = torch.zeros_like(front, dtype=mask.dtype).masked_fill(~front, torch.finfo(mask.dtype).min)
+    return torch.cat([front.expand(-1, -1, mask.shape[2], -1), mask.expand(num_heads, -1, -1, -1)], dim=3)
+
+
+class InputRecorder(KeyValueRecorder):
+    """A recorder to which attention layers of a [`HeadwiseModel`] also show what they read.
+
+    Args:
+        places: as of [`KeyValueRecorder`].
+        take: called with a layer's number and what its attention reads, `(batch_size, num_places, hidden_size)`,
+            without gradients; what it returns is in `inputs`, in the order of the layers.
+    """
+
+    def __init__(self, places: Tensor, take: Callable[[int, Tensor], Tensor]):
+        super().__init__(places)
+        self._take = take
+        self.inputs: list[Tensor] = []
+
+    def note_input(self, layer: int, states: Tensor) -> None:
+        """Show it what a layer reads."""
+        # Gradient checkpointing comes by a second time.
+        if self._is_open:
+            self.inputs.append(self._take(layer, states.detach()))
+
+
+def _with_cached_pairs(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A forward pre-hook of an attention layer: give [`attend_by_heads`] the pairs that lie beside the cache, and an
+    [`InputRecorder`] what the layer reads."""
+    cache: Any = kwargs.get(CACHE)
+    layer: int = attention.layer_idx  # type: ignore[assignment]
+    if isinstance(cache, InputRecorder):
+        cache.note_input(layer, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+    if (pairs := cached_pairs(cache)) is not None:
+        layers, first_position = pairs
+        kwargs["pairs"] = (layers[layer], first_position)
+    return args, kwargs
 
 
 class HeadwiseModel(CompressorModel):
     """A compressor that reads memories with `head_ids`: each head of its language model its own pairs."""
 
-    # Each head has a mask of its own.
+    # They mask pairs by query.
     _supports_flash_attn = False
     _supports_flex_attn = False
 
@@ -7382,28 +7443,33 @@ class HeadwiseModel(CompressorModel):
                 f"{type(self).__name__} reads in each layer's `self_attn`, which {type(self.language_model).__name__} "
                 "lacks: take another base"
             )
+        AttentionInterface.register(_BY_HEADS, attend_by_heads)
+        # The layers alone: masks, and what a user sets, follow the model's own configuration.
+        config = copy.copy(self.language_model.config)
+        config._attn_implementation_internal = _BY_HEADS
+        config.read_as = self.language_model.config
         for layer in layers:
-            layer.self_attn.register_forward_pre_hook(read_by_heads, with_kwargs=True)
+            layer.self_attn.config = config
+            layer.self_attn.register_forward_pre_hook(_with_cached_pairs, with_kwargs=True)
 
     def cache_of_slots(self, memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:
         if memory.head_ids is None:
             return super().cache_of_slots(memory, is_full, cache, use_cache)
-        is_fixed = cache is not None and cache.is_compileable
-        pairs, masks = spread_pairs(memory, is_fixed or self._has_unlike_layers)
-        cache = filled_cache(pairs, cache, use_cache)
-        note_head_masks(cache, masks, self.first_slot_position)
+        if cache is None and use_cache:
+            cache = DynamicCache()
+        elif cache is None:
+            cache = ReadOnlyCache(
+                tuple((keys[:, :, :0], values[:, :, :0]) for keys, values in memory.key_values or ())
+            )
+        note_cached_pairs(cache, (pairs_by_head(memory), self.first_slot_position))
         return cache
 
     def cached_slot_mask(self, memory: CompressedContext) -> Tensor:
-        if memory.head_ids is None:
-            return super().cached_slot_mask(memory)
-        # As long as the first layer's; each head has a mask of its own.
-        return memory.attention_mask.new_ones(len(memory), num_places(memory))
+        mask = super().cached_slot_mask(memory)
+        return mask if memory.head_ids is None else mask[:, :0]
 
     def num_places(self, memory: CompressedContext | None) -> int:
-        if memory is None or memory.head_ids is None:
-            return super().num_places(memory)
-        return num_places(memory)
+        return 0 if memory is None or memory.head_ids is not None else super().num_places(memory)
 
     def _room(self, num_chunks: int, num_slots: int) -> HeadwisePairs:
         """Pairs of any values."""
@@ -7412,11 +7478,6 @@ class HeadwiseModel(CompressorModel):
 
     def _no_slots(self, num_chunks: int) -> Slots:
         return self._room(num_chunks, 0) if self._reads_by_heads else super()._no_slots(num_chunks)
-
-    @property
-    def _has_unlike_layers(self) -> bool:
-        # The library makes a mask for each kind of layers, as long as the first of its kind.
-        return len(set(getattr(self.config.decoder_config, "layer_types", None) or ())) > 1
 
     @torch.no_grad()
     def repeated_attention(

@@ -1,31 +1,240 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads that keep unlike numbers of key/values: how a model reads them, and what a second reading attends to."""
+"""Heads that keep unlike numbers of key/values: how a model reads them, and what a second reading attends to.
+
+Pairs lie beside the decoder's cache, which holds the text alone. Each key/value head of a row is one sequence for the
+attention: its pairs and the text behind them, which its group of query heads reads.
+"""
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..memory.compressed_context import CompressedContext, KeyValues
-from ..memory.headwise_memory import note_head_masks, num_places, read_by_heads, spread_pairs
 from ..memory.headwise_pairs import HeadwisePairs
-from ..memory.key_value_memory import ReadOnlyCache, filled_cache, key_value_shape
+from ..memory.key_value_memory import (
+    KeyValueRecorder,
+    ReadOnlyCache,
+    cached_pairs,
+    key_value_shape,
+    note_cached_pairs,
+)
+from ..parts.cache_name import CACHE
 from ..parts.call_views import twin
+from ..parts.packing import take_places
 from .chunking import Chunks, Slots
 from .modeling_compressor import CompressorModel
 
 # Tokens of the piece before it that a piece starts with: what it goes on from (KVzip).
 _OVERLAP = 8
+_BY_HEADS = f"{__name__}.attend_by_heads"
+# Of a batch, heads are read together where none keeps fewer pairs than this share of the fullest one's.
+_LEAST_SHARE = 7 / 8
+
+
+@dataclass
+class HeadGroup:
+    """Pairs that some of a layer's heads keep, which are read together.
+
+    Args:
+        heads: which ones, as `row * num_key_value_heads + head`.
+        rows: their rows.
+        keys: `(num_heads, 1, width, head_dim)`.
+        values: same shape.
+        is_real: `(num_heads, width)` bool, pairs in front of pads; `None` where there are no pads.
+    """
+
+    heads: Tensor | slice
+    rows: Tensor | slice
+    keys: Tensor
+    values: Tensor
+    is_real: Tensor | None
+
+
+def pairs_by_head(memory: CompressedContext) -> list[list[HeadGroup]]:
+    """Each layer's pairs, head by head: those of a single row without a pad, and as views of one tensor.
+
+    Args:
+        memory: with `head_ids`.
+    """
+    if memory.head_ids is None:
+        raise ValueError("the memory's heads have their own places: it has no `head_ids`")
+    pairs, num_heads = memory.key_values or (), memory.head_ids.shape[2]
+    # Those of padding slots stand behind all.
+    heads = memory.head_ids.long().where(memory.attention_mask[:, :, None].bool(), num_heads)
+    heads = heads.transpose(1, 2).flatten(1)
+    counts = heads.new_zeros(len(heads), num_heads + 1).scatter_add_(1, heads, torch.ones_like(heads))[:, :num_heads]
+    order = heads.argsort(dim=1, stable=True)
+    flat = [take_places(torch.stack([pair[side] for pair in pairs], dim=1).flatten(1, 3), order) for side in (0, 1)]
+    # The one wait for the device.
+    of_rows = counts.tolist()
+    starts = [[0, *accumulate(row)] for row in of_rows]
+    per_layer = num_heads // len(pairs)
+    layers = []
+    for first in range(0, num_heads, per_layer):
+        places = [(row, head) for row in range(len(of_rows)) for head in range(first, first + per_layer)]
+        if len(of_rows) == 1:
+            bounds = [slice(*starts[0][head : head + 2]) for _, head in places]
+            views = [[states[:, None, part] for states in flat] for part in bounds]
+            layers.append([HeadGroup(slice(i, i + 1), slice(None), *both, None) for i, both in enumerate(views)])
+            continue
+        groups: list[list[tuple[int, int]]] = []
+        for row, head in sorted(places, key=lambda place: -of_rows[place[0]][place[1]]):
+            if not groups or of_rows[row][head] < _LEAST_SHARE * of_rows[groups[-1][0][0]][groups[-1][0][1]]:
+                groups.append([])
+            groups[-1].append((row, head))
+        layers.append([_group(group, first, per_layer, of_rows, starts, flat) for group in groups])
+    return layers
+
+
+def _group(
+    group: list[tuple[int, int]],
+    first: int,
+    per_layer: int,
+    counts: list[list[int]],
+    starts: list[list[int]],
+    flat: list[Tensor],
+) -> HeadGroup:
+    """The pairs of some `(row, head)` of a layer, whose first head is `first`."""
+    device = flat[0].device
+    widths = [counts[row][head] for row, head in group]
+    rows = torch.tensor([row for row, _ in group], device=device)
+    ranks = torch.arange(max(widths), device=device)
+    is_real = ranks < torch.tensor(widths, device=device)[:, None]
+    at = torch.tensor([starts[row][head] for row, head in group], device=device)[:, None] + ranks.where(is_real, 0)
+    keys, values = (states[rows[:, None], at.clamp(max=states.shape[1] - 1)][:, None] for states in flat)
+    heads = torch.tensor([row * per_layer + head - first for row, head in group], device=device)
+    return HeadGroup(heads, rows, keys, values, None if min(widths) == max(widths) else is_real)
+
+
+def attend_by_heads(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    pairs: tuple[list[HeadGroup], int] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """An attention function of the library: that of the base, which reads in front of the text what each head keeps.
+
+    Args:
+        module: the attention layer.
+        query, key, value: the text's, `(batch_size, num_heads, num_tokens, head_dim)`.
+        attention_mask: who sees whom in the text, as the base's attention takes it.
+        pairs: the layer's, and the first position that sees them; `None` for a text without a memory.
+        kwargs: handed on.
+    """
+    config: Any = module.config
+    name, own = config.read_as._attn_implementation, sys.modules[type(module).__module__]
+    attention: Any = own.eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+    if pairs is None:
+        return attention(module, query, key, value, attention_mask, **kwargs)
+    groups, first_position = pairs
+    (batch_size, num_heads), num_queries = key.shape[:2], query.shape[2]
+    if attention_mask is None and num_queries > 1:
+        # A first pass, whose causality is left to the kernel; a fixed cache has places behind it.
+        key, value = key[:, :, :num_queries], value[:, :, :num_queries]
+        attention_mask = key.new_ones(num_queries, num_queries, dtype=torch.bool).tril()[None, None]
+    # A token behind text that it sees whole stands behind the opening.
+    sees = None
+    if attention_mask is not None or num_queries == key.shape[2]:
+        sees = (kwargs["position_ids"] >= first_position).expand(batch_size, -1)
+    queries = query.unflatten(1, (num_heads, -1)).flatten(0, 1)
+    keys, values = key.flatten(0, 1)[:, None], value.flatten(0, 1)[:, None]
+    outputs = []
+    for group in groups:
+        mask = None if attention_mask is None else attention_mask.expand(batch_size, -1, -1, -1)[group.rows]
+        mask = _with_pairs(mask, group, None if sees is None else sees[group.rows], keys, is_added=name == "eager")
+        both = (
+            torch.cat([front, text[group.heads]], dim=2)
+            for front, text in ((group.keys, keys), (group.values, values))
+        )
+        outputs.append(attention(module, queries[group.heads], *both, mask, **kwargs)[0])
+    output = torch.cat(outputs)
+    if isinstance(groups[0].heads, Tensor):
+        output = output[torch.cat([group.heads for group in groups]).argsort()]
+    return output.unflatten(0, (batch_size, num_heads)).transpose(1, 2).flatten(2, 3), None
+
+
+def _with_pairs(
+    mask: Tensor | None, group: HeadGroup, sees: Tensor | None, text: Tensor, is_added: bool
+) -> Tensor | None:
+    """A text's mask with the pairs in front, `(num_heads, 1, num_queries, width + num_tokens)`; `None`: all are seen.
+
+    Args:
+        mask: of the group's rows, `(num_heads or 1, 1, num_queries, num_tokens)`.
+        group: the pairs.
+        sees: `(num_heads or 1, num_queries)` bool, the queries that see them; `None`: all do.
+        text: any tensor with as many tokens as the text, in its third dimension.
+        is_added: whether the attention adds the mask to its scores.
+    """
+    if mask is None and sees is None and group.is_real is None:
+        return None
+    num_heads, _, width, _ = group.keys.shape
+    front = text.new_ones(num_heads, 1, 1, width, dtype=torch.bool)
+    if group.is_real is not None:
+        front = front & group.is_real[:, None, None]
+    if sees is not None:
+        front = front & sees[:, None, :, None]
+    if mask is None:
+        mask = text.new_ones(1, 1, 1, text.shape[2], dtype=torch.bool)
+    if is_added and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=text.dtype).masked_fill(~mask, torch.finfo(text.dtype).min)
+    if mask.is_floating_point():
+        front = torch.zeros_like(front, dtype=mask.dtype).masked_fill(~front, torch.finfo(mask.dtype).min)
+    return torch.cat([front.expand(-1, -1, mask.shape[2], -1), mask.expand(num_heads, -1, -1, -1)], dim=3)
+
+
+class InputRecorder(KeyValueRecorder):
+    """A recorder to which attention layers of a [`HeadwiseModel`] also show what they read.
+
+    Args:
+        places: as of [`KeyValueRecorder`].
+        take: called with a layer's number and what its attention reads, `(batch_size, num_places, hidden_size)`,
+            without gradients; what it returns is in `inputs`, in the order of the layers.
+    """
+
+    def __init__(self, places: Tensor, take: Callable[[int, Tensor], Tensor]):
+        super().__init__(places)
+        self._take = take
+        self.inputs: list[Tensor] = []
+
+    def note_input(self, layer: int, states: Tensor) -> None:
+        """Show it what a layer reads."""
+        # Gradient checkpointing comes by a second time.
+        if self._is_open:
+            self.inputs.append(self._take(layer, states.detach()))
+
+
+def _with_cached_pairs(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A forward pre-hook of an attention layer: give [`attend_by_heads`] the pairs that lie beside the cache, and an
+    [`InputRecorder`] what the layer reads."""
+    cache: Any = kwargs.get(CACHE)
+    layer: int = attention.layer_idx  # type: ignore[assignment]
+    if isinstance(cache, InputRecorder):
+        cache.note_input(layer, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+    if (pairs := cached_pairs(cache)) is not None:
+        layers, first_position = pairs
+        kwargs["pairs"] = (layers[layer], first_position)
+    return args, kwargs
 
 
 class HeadwiseModel(CompressorModel):
     """A compressor that reads memories with `head_ids`: each head of its language model its own pairs."""
 
-    # Each head has a mask of its own.
+    # They mask pairs by query.
     _supports_flash_attn = False
     _supports_flex_attn = False
 
@@ -42,28 +251,33 @@ class HeadwiseModel(CompressorModel):
                 f"{type(self).__name__} reads in each layer's `self_attn`, which {type(self.language_model).__name__} "
                 "lacks: take another base"
             )
+        AttentionInterface.register(_BY_HEADS, attend_by_heads)
+        # The layers alone: masks, and what a user sets, follow the model's own configuration.
+        config = copy.copy(self.language_model.config)
+        config._attn_implementation_internal = _BY_HEADS
+        config.read_as = self.language_model.config
         for layer in layers:
-            layer.self_attn.register_forward_pre_hook(read_by_heads, with_kwargs=True)
+            layer.self_attn.config = config
+            layer.self_attn.register_forward_pre_hook(_with_cached_pairs, with_kwargs=True)
 
     def cache_of_slots(self, memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:
         if memory.head_ids is None:
             return super().cache_of_slots(memory, is_full, cache, use_cache)
-        is_fixed = cache is not None and cache.is_compileable
-        pairs, masks = spread_pairs(memory, is_fixed or self._has_unlike_layers)
-        cache = filled_cache(pairs, cache, use_cache)
-        note_head_masks(cache, masks, self.first_slot_position)
+        if cache is None and use_cache:
+            cache = DynamicCache()
+        elif cache is None:
+            cache = ReadOnlyCache(
+                tuple((keys[:, :, :0], values[:, :, :0]) for keys, values in memory.key_values or ())
+            )
+        note_cached_pairs(cache, (pairs_by_head(memory), self.first_slot_position))
         return cache
 
     def cached_slot_mask(self, memory: CompressedContext) -> Tensor:
-        if memory.head_ids is None:
-            return super().cached_slot_mask(memory)
-        # As long as the first layer's; each head has a mask of its own.
-        return memory.attention_mask.new_ones(len(memory), num_places(memory))
+        mask = super().cached_slot_mask(memory)
+        return mask if memory.head_ids is None else mask[:, :0]
 
     def num_places(self, memory: CompressedContext | None) -> int:
-        if memory is None or memory.head_ids is None:
-            return super().num_places(memory)
-        return num_places(memory)
+        return 0 if memory is None or memory.head_ids is not None else super().num_places(memory)
 
     def _room(self, num_chunks: int, num_slots: int) -> HeadwisePairs:
         """Pairs of any values."""
@@ -72,11 +286,6 @@ class HeadwiseModel(CompressorModel):
 
     def _no_slots(self, num_chunks: int) -> Slots:
         return self._room(num_chunks, 0) if self._reads_by_heads else super()._no_slots(num_chunks)
-
-    @property
-    def _has_unlike_layers(self) -> bool:
-        # The library makes a mask for each kind of layers, as long as the first of its kind.
-        return len(set(getattr(self.config.decoder_config, "layer_types", None) or ())) > 1
 
     @torch.no_grad()
     def repeated_attention(

@@ -20,8 +20,7 @@ from transformers.utils import logging
 from ...configuration.configuration_compressor import CompressorConfig
 from ..checkpoint.base_weights import share_weights
 from ..memory.compressed_context import CompressedContext
-from ..memory.headwise_memory import forget_head_masks
-from ..memory.key_value_memory import note_cached_slots, num_cached_slots
+from ..memory.key_value_memory import note_cached_pairs, note_cached_slots, num_cached_slots
 from ..parts.attention_masks import run_backbone
 from ..parts.base_precision import in_base_precision
 from ..parts.cache_name import CACHE, one_cache
@@ -315,7 +314,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
             inputs = self.next_inputs(input_ids, attention_mask, *reading, cache)
         else:
             # One that has been emptied may have held a memory.
-            forget_head_masks(cache)
+            note_cached_pairs(cache, None)
             text, joined = self.text_rows(input_ids, attention_mask), None
             text.targets = targets
             if context is not None and cache is None and use_cache is not True:
@@ -338,7 +337,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         with self._adapter(self.language_model, DECODER):
             outputs = run_backbone(self.language_model, **inputs, **kwargs)
         if not is_cached:
-            note_cached_slots(getattr(outputs, CACHE), self.num_places(memory))
+            note_cached_slots(getattr(outputs, CACHE), 0 if memory is None else memory.attention_mask.shape[1])
         if not use_cache:
             # Some backbones hand back the cache that they were given; a field that is set cannot be taken out again.
             outputs = type(outputs)(**{name: value for name, value in outputs.items() if name != CACHE})

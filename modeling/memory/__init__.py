@@ -4,5 +4,5 @@
 `carriers` and `memory_quantization` are about its embeddings or key/values, `memory_validation` about its fields;
 `memory_concatenation` joins, `memory_file` saves, `served_memory` is for servers of the decoder alone.
 `headwise_pairs` says which key/values stay of all heads together, and which of them at coarser ratios;
-`headwise_memory` reads these, `beacon_memory` those of one method, and `key_value_memory` has the caches of all.
+`beacon_memory` has those of one method, and `key_value_memory` the caches of all.
 """

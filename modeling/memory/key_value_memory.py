@@ -25,17 +25,28 @@ _TURN_IN_WINDOWS = ("afmoe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara
 _OR_WITHOUT_WINDOW = ("exaone4", "exaone_moe", "kolibri1")
 
 
-_NUM_SLOTS = "_context_compressor_num_slots"
+_NUM_SLOTS, _PAIRS = "_context_compressor_num_slots", "_context_compressor_pairs"
 
 
-def note_cached_slots(cache: Cache | None, num_places: int) -> None:
-    """Keep with a cache how many places slots take in it in front of the text."""
+def note_cached_slots(cache: Cache | None, num_slots: int) -> None:
+    """Keep with a cache how many slots it holds in front of the text."""
     if cache is not None:
-        setattr(cache, _NUM_SLOTS, num_places)
+        setattr(cache, _NUM_SLOTS, num_slots)
+
+
+def note_cached_pairs(cache: Cache | None, pairs: Any) -> None:
+    """Keep with a cache the pairs that heads read in front of what it holds; `None` for none."""
+    if cache is not None:
+        setattr(cache, _PAIRS, pairs)
+
+
+def cached_pairs(cache: Cache | None) -> Any:
+    """The pairs that lie beside a cache, or `None`."""
+    return getattr(cache, _PAIRS, None)
 
 
 def num_cached_slots(cache: Cache | None) -> int:
-    """Places that slots take in a cache; 0 in an empty one, and where it was filled by another model."""
+    """Slots that a cache holds; 0 in an empty one, and where it was filled by another model."""
     return getattr(cache, _NUM_SLOTS, 0) if cache is not None and cache.get_seq_length() else 0
 
 

@@ -9,11 +9,12 @@ import test_threads
 import torch
 from tiny_bases import FAR_APART, ids_of
 from tiny_models import TRAINING_FREE, Case
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from context_compressors import CompressedContext
 from context_compressors.corpus.memory_store import MemoryStore
-from context_compressors.modeling.memory.headwise_memory import spread_pairs
+from context_compressors.modeling.compressor.headwise_reading import _BY_HEADS, attend_by_heads, pairs_by_head
 from context_compressors.modeling.memory.headwise_pairs import gather_pairs
 from context_compressors.modeling.parts.cache_name import CACHE
 
@@ -67,17 +68,22 @@ def naive_kv_zip(model, ids, ratio):
     return kept
 
 
+def naive_by_head(memory, row=0):
+    """Keys and values of each head of a row, `(num_pairs, head_dim)`, head behind head of all layers."""
+    num_slots = int(memory.num_slots[row])
+    owners = memory.head_ids[row, :num_slots].T.flatten()
+    flat = [
+        torch.stack([pair[side][row, :, :num_slots] for pair in memory.key_values]).flatten(0, 2) for side in (0, 1)
+    ]
+    return [tuple(states[owners == head] for states in flat) for head in range(memory.head_ids.shape[2])]
+
+
 def pairs_of(memory, whole):
     """(layer, head, token) of a memory's pairs, found among those of the whole context by their values."""
     if memory.head_ids is None:
         by_head = [pair for layer in memory.key_values for pair in zip(layer[0][0], layer[1][0], strict=True)]
     else:
-        spread, masks = spread_pairs(memory)
-        by_head = [
-            (keys[0, head][mask[0, head]], values[0, head][mask[0, head]])
-            for (keys, values), mask in zip(spread, masks, strict=True)
-            for head in range(keys.shape[1])
-        ]
+        by_head = naive_by_head(memory)
     heads, found = whole.key_values[0][0].shape[1], set()
     for place, (keys, values) in enumerate(by_head):
         layer, head = divmod(place, heads)
@@ -111,56 +117,122 @@ def test_slots_are_counted_by_what_all_heads_keep_together(random_rows, pad_rows
     model = KV_ZIP.model
     memory = model.compress(ids, mask, ratio=4)
     assert memory.num_slots.tolist() == [9, 3, 0]
-    assert [int(row_masks) for row_masks in sum(m.sum(dim=(1, 2)) for m in spread_pairs(memory)[1])] == [
-        slots * memory.head_ids.shape[2] for slots in (9, 3, 0)
-    ]
+    counts = [[len(keys) for keys, _ in naive_by_head(memory, row)] for row in range(3)]
+    assert [sum(row) for row in counts] == [slots * memory.head_ids.shape[2] for slots in (9, 3, 0)]
     num_heads, width = memory.head_ids.shape[2], memory.key_values[0][0].shape[3]
     # Keys and values in float32, and of each pair two bytes for its head and one for the ratio that still keeps it.
     assert memory.nbytes == 12 * num_heads * (2 * width * 4 + 3)
-    counts = [m.sum(dim=2) for m in spread_pairs(memory)[1]]
-    assert len(torch.cat(counts, dim=1)[0].unique()) > 1, "heads keep unlike numbers"
-
-
-def by_heads(module, query, key, value, attention_mask, scaling, **kwargs):
-    """Plain attention whose text reads of the context what each head keeps."""
-    kept, length = by_heads.kept, by_heads.length
-    group = query.shape[1] // key.shape[1]
-    output = torch.zeros_like(query)
-    for head in range(query.shape[1]):
-        for place in range(query.shape[2]):
-            seen = [
-                token
-                for token in range(place + 1)
-                if place < length or token >= length or (module.layer_idx, head // group, token) in kept
-            ]
-            keys, values = key[0, head // group, seen], value[0, head // group, seen]
-            weights = (keys @ query[0, head, place] * scaling).softmax(dim=0)
-            output[0, head, place] = weights @ values
-    return output.transpose(1, 2), None
+    assert len(set(counts[0])) > 1, "heads keep unlike numbers"
 
 
 @torch.no_grad()
-def test_each_head_reads_its_own_slots_as_in_loops_over_heads_and_places():
-    AttentionInterface.register("by_heads", by_heads)
-    for architecture in ("llama", "qwen3"):
-        model = KV_ZIP.on(architecture=architecture).build()
-        ids, text = ids_of(13), ids_of(5, seed=1)
-        for ratio in (2, 5):
-            by_heads.kept, by_heads.length = naive_kv_zip(model, ids[0], ratio), 13
-            twin = plain_model(model, "by_heads")
-            expected = twin(torch.cat([ids, text], dim=1)).logits[:, 13:]
-            memory = model.compress(ids, ratio=ratio)
-            torch.testing.assert_close(model(text, memory=memory).logits, expected, atol=1e-5, rtol=1e-4)
-            # Token by token behind a cache, which the library grows.
-            cache, found = None, []
-            offset = model.model.text_position_offset(memory, text, None)
-            for place in range(5):
-                given = {"memory": memory, "text_position_offset": offset, "cache": cache}
-                mask = torch.ones(1, place + 1, dtype=torch.long)
-                output = model(text[:, place : place + 1], attention_mask=mask, use_cache=True, **given)
-                cache = output[CACHE]
-                found.append(output.logits)
-            torch.testing.assert_close(torch.cat(found, dim=1), expected, atol=1e-5, rtol=1e-4)
+def test_each_head_of_a_batch_is_read_from_its_own_pairs_and_few_pads(random_rows, pad_rows):
+    ids, mask = pad_rows(random_rows([33, 9, 0, 20]))
+    memory = KV_ZIP.model.compress(ids, mask, ratio=3)
+    layers, heads = len(memory.key_values), memory.key_values[0][0].shape[1]
+    for some in (memory, memory.rows(0)):
+        groups = pairs_by_head(some)
+        kept = [naive_by_head(some, row) for row in range(len(some))]
+        for layer, of_layer in enumerate(groups):
+            numbers = torch.arange(len(some) * heads)
+            assert sorted(torch.cat([numbers[group.heads] for group in of_layer]).tolist()) == numbers.tolist()
+            for group in of_layer:
+                for place, number in enumerate(numbers[group.heads].tolist()):
+                    row, head = divmod(number, heads)
+                    is_real = slice(None) if group.is_real is None else group.is_real[place]
+                    found = group.keys[place, 0, is_real], group.values[place, 0, is_real]
+                    torch.testing.assert_close(found, kept[row][layer * heads + head])
+    # What one row reads is what it keeps, to the byte.
+    read = sum(group.keys.nbytes + group.values.nbytes for of_layer in groups for group in of_layer)
+    width = memory.key_values[0][0].shape[3]
+    assert read == int(some.num_slots) * layers * heads * 2 * width * 4
+
+
+def read_padded(module, query, key, value, attention_mask, scaling, pairs=None, softcap=None, **kwargs):
+    """A naive twin of [`attend_by_heads`]: each layer's heads are padded to the fullest one, and masked."""
+    (rows, heads), num_queries = key.shape[:2], query.shape[2]
+    seen = torch.ones(num_queries, num_queries).tril().bool() if attention_mask is None else attention_mask
+    if attention_mask is None:
+        key, value = key[:, :, :num_queries], value[:, :, :num_queries]
+    elif seen.is_floating_point():
+        seen = seen == 0
+    seen = seen.expand(rows, heads, num_queries, -1)
+    if pairs is not None:
+        groups, first_position = pairs
+        width = max(group.keys.shape[2] for group in groups)
+        behind_opening = (kwargs["position_ids"] >= first_position).expand(rows, -1)[:, None, :, None]
+        padded = [key.new_zeros(rows * heads, width, key.shape[3]) for _ in range(2)]
+        mask = torch.zeros(rows * heads, width, dtype=torch.bool)
+        for group in groups:
+            own = group.keys.shape[2]
+            is_real = torch.ones_like(group.keys[:, 0, :, 0]).bool() if group.is_real is None else group.is_real
+            for states, part in zip(padded, (group.keys, group.values), strict=True):
+                states[group.heads, :own] = part[:, 0]
+            mask[group.heads, :own] = is_real
+        key, value = (
+            torch.cat([states.unflatten(0, (rows, heads)), text], dim=2)
+            for states, text in zip(padded, (key, value), strict=True)
+        )
+        seen = torch.cat([mask.unflatten(0, (rows, heads))[:, :, None] & behind_opening, seen], dim=3)
+    group_size = query.shape[1] // heads
+    key, value, seen = (states.repeat_interleave(group_size, dim=1) for states in (key, value, seen))
+    scores = query @ key.mT * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    weights = scores.masked_fill(~seen, torch.finfo(query.dtype).min).softmax(dim=-1)
+    return (weights @ value).transpose(1, 2), weights
+
+
+@pytest.mark.parametrize("name", ["kv_zip", "ranked_key_values"])
+def test_heads_are_read_as_if_all_were_padded_to_the_fullest(name, method_cases, random_rows, pad_rows, monkeypatch):
+    """Values and gradients; prompts of one and many tokens, batches padded on either side, chats, chunks, caches."""
+    for architecture, attention in FAR_APART:
+        case = KV_ZIP if name == "kv_zip" else method_cases[name]
+        fields = {} if name == "kv_zip" else {"opening_ids": [3, 9, 7, 4], "slots_after_ids": [7, 4], "chunk_size": 9}
+        model = case.on(architecture=architecture, attention=attention).build(**fields)
+        ids, mask = pad_rows(random_rows([33, 9, 0, 20]))
+        opening = torch.tensor(fields.get("opening_ids", []), dtype=torch.long)
+        for side in ("left", "right"):
+            rows = [torch.cat([opening, row]) for row in random_rows([5, 2, 4, 1], seed=1)]
+            text, text_mask = pad_rows(rows, side)
+            found = []
+            for function in (attend_by_heads, read_padded):
+                monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, _BY_HEADS, function)
+                memory = model.eval().compress(ids, mask, ratio=3, allow_untrained_ratio=True)
+                read = [model(text, text_mask, memory=memory).logits[text_mask.bool()]]
+                read.append(model(text[:1], text_mask[:1], memory=memory.rows(0)).logits[text_mask[:1].bool()])
+                written = [model.generate(text, attention_mask=text_mask, memory=memory, **GREEDY)]
+                written.append(
+                    model.generate(
+                        text, attention_mask=text_mask, memory=memory, cache_implementation="static", **GREEDY
+                    )
+                )
+                assert written[0].equal(written[1])
+                if name == "ranked_key_values":
+                    model.zero_grad()
+                    given = {"context_input_ids": ids, "context_attention_mask": mask, "ratio": 3, "labels": text}
+                    model.train()(text, text_mask, **given).loss.backward()
+                    read += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+                found.append((read, written[0]))
+            (read, written), (expected, other) = found
+            torch.testing.assert_close(read, expected, atol=1e-5, rtol=1e-4)
+            assert written.equal(other)
+
+
+@torch.no_grad()
+def test_text_is_read_token_by_token_behind_a_cache_that_holds_the_text_alone():
+    model, ids, text = KV_ZIP.model, ids_of(13), ids_of(5, seed=1)
+    memory = model.compress(ids, ratio=3)
+    offset = model.model.text_position_offset(memory, text, None)
+    cache, found = None, []
+    for place in range(5):
+        given = {"memory": memory, "text_position_offset": offset, "cache": cache}
+        mask = torch.ones(1, place + 1, dtype=torch.long)
+        output = model(text[:, place : place + 1], attention_mask=mask, use_cache=True, **given)
+        cache = output[CACHE]
+        assert cache.get_seq_length() == place + 1
+        found.append(output.logits)
+    torch.testing.assert_close(torch.cat(found, dim=1), model(text, memory=memory).logits, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
