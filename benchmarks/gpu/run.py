@@ -28,7 +28,7 @@ from context_compressors.reporting.environment import environment
 from context_compressors.reporting.result_files import write_json
 
 ROOT = Path(__file__).parents[2]
-FAMILY = ("mean_pooling", "compression_tokens", "icae", "five_hundred_x", "comprexit", "gmsa")
+FAMILY = ("mean_pooling_residual", "compression_tokens", "icae", "five_hundred_x", "comprexit", "gmsa")
 MINUTES = 13.0
 MIB = 2**20
 _MOST_BYTES = 60 * MIB
