@@ -23,9 +23,9 @@ test: $(VENV)/.installed-dev
 test-fast: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-# Other systems that this package works with, some of them large.
+# Other systems that this package works with, some of them large, and transformers' own tests of models.
 test-integrations: $(INTEGRATIONS)/.installed
-	$(INTEGRATIONS)/bin/python -P -m pytest -n0 tests/integrations $(PYTEST_ARGS)
+	$(INTEGRATIONS)/bin/python -P -m pytest -n0 tests/integrations tests/suites $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.installed-dev
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PYTEST) tests/fuzz $(PYTEST_ARGS)
