@@ -151,6 +151,7 @@ class DocumentMemories:
         messages: str | Sequence[Mapping[str, str]],
         ids: Sequence[str],
         stop: Sequence[str] | None = None,
+        join: bool | str = True,
         **generate_kwargs: Any,
     ) -> str:
         """The answer to a question about documents, which are read together, in the order of their ids.
@@ -159,13 +160,14 @@ class DocumentMemories:
             messages: The question, or a conversation, messages with `role` and `content` whose last is the user's.
             ids: Of the memories that are read; without any it is as if the document were empty.
             stop: Texts that end the answer, and are not part of it.
+            join: "likeliest" asks each document by itself and gives the likeliest answer, as the pipeline does.
             generate_kwargs: For `generate`; greedily, and at most 64 new tokens if not said otherwise.
 
         Raises:
             TypeError: A single text as `ids` or `stop`.
             ValueError: Ids without a memory, named; an empty text in `stop`; and whatever the pipeline refuses.
         """
-        asked = self._asked(messages, ids, stop)
+        asked = self._asked(messages, ids, stop, join)
         return "".join(_until([self.pipe(**asked, **generate_kwargs)["answer"]], stop or ()))
 
     def stream(
@@ -246,7 +248,11 @@ class DocumentMemories:
                 self.store.append(self.store.table_of(ids, memory, texts))
 
     def _asked(
-        self, messages: str | Sequence[Mapping[str, str]], ids: Sequence[str], stop: Sequence[str] | None
+        self,
+        messages: str | Sequence[Mapping[str, str]],
+        ids: Sequence[str],
+        stop: Sequence[str] | None,
+        join: bool | str = True,
     ) -> dict[str, Any]:
         """Arguments of the pipeline."""
         _refuse_text("ids", ids)
@@ -267,7 +273,7 @@ class DocumentMemories:
                 memory = CompressedContext.stack([self._in_process[id_] for id_ in ids])
             else:
                 memory = self.store.get(ids)
-        return {**asked, "memory": memory.to(self.pipe.device, self.pipe.model.dtype), "join": True}
+        return {**asked, "memory": memory.to(self.pipe.device, self.pipe.model.dtype), "join": join}
 
 
 def _refuse_text(name: str, value: Any) -> None:

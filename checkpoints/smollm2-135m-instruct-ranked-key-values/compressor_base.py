@@ -4828,6 +4828,7 @@ def memory_position_ids(slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]
 
 MAX_NEW_TOKENS = 64
 BATCH_SIZE = 8
+LIKELIEST = "likeliest"
 # Pads for each token: documents of very unlike lengths are not read in one batch.
 _MOST_PADDING = 0.5
 
@@ -4851,6 +4852,7 @@ class ContextCompressionQAPipeline(Pipeline):
     pipe(["Who wrote it?", "When?"], context=document)           # one reading, a list of answers
     pipe("Who wrote it?", context=documents)                     # each document is asked: a list, one for each
     pipe("Who wrote it?", context=documents, join=True)          # all documents are read together
+    pipe("Who wrote it?", context=documents, join="likeliest")   # each by itself, and the likeliest answer is given
     pipe("Who wrote it?", context=document, full_text=True)      # from the document's own tokens, uncompressed
     pipe("Who wrote it?", context=[passages])                    # one document of passages, compressed apart
     pipe("Who wrote it?", memory="report.safetensors")           # a memory that is kept
@@ -5094,7 +5096,7 @@ class ContextCompressionQAPipeline(Pipeline):
         self,
         prompt: str | None = None,
         max_tokens: int | None = None,
-        join: bool | None = None,
+        join: bool | str | None = None,
         full_text: bool | None = None,
         ratio: int | str | None = None,
         allow_untrained_ratio: bool | None = None,
@@ -5103,9 +5105,10 @@ class ContextCompressionQAPipeline(Pipeline):
         check_generation(generate_kwargs)
         if isinstance(ratio, (list, tuple)) or (isinstance(ratio, Tensor) and ratio.dim()):
             raise ValueError(f"`ratio` must be a single one, got {ratio}: a question is asked at one ratio at a time")
-        for name, value in (("join", join), ("full_text", full_text)):
-            if value is not None and not isinstance(value, bool):
-                raise TypeError(f"`{name}` must be True or False, got {value!r}")
+        if full_text is not None and not isinstance(full_text, bool):
+            raise TypeError(f"`full_text` must be True or False, got {full_text!r}")
+        if not isinstance(join, bool) and join not in (None, LIKELIEST):
+            raise ValueError(f"`join` must be True, False or {LIKELIEST!r}, got {join!r}")
         if full_text and ratio is not None:
             raise ValueError(f"`full_text` compresses nothing: leave out the `ratio`, {ratio!r}")
         read = {"prompt": prompt, "max_tokens": max_tokens, "join": join, "full_text": full_text}
@@ -5121,7 +5124,7 @@ class ContextCompressionQAPipeline(Pipeline):
         inputs: dict[str, Any],
         prompt: str | None = None,
         max_tokens: int | None = None,
-        join: bool = False,
+        join: bool | str = False,
         full_text: bool = False,
     ) -> dict[str, Any]:
         """Turn texts into token ids and files into memories."""
@@ -5135,7 +5138,7 @@ class ContextCompressionQAPipeline(Pipeline):
             if name == "memory":
                 raise ValueError("`full_text` reads a document's own tokens: give `context` in place of a memory")
             rows = self.full_text_ids(sources, max_tokens)
-            rows = [[token for row in rows for token in row]] if join else rows
+            rows = [[token for row in rows for token in row]] if join is True else rows
         texts = [self._texts(inputs["question"], inputs["messages"], prompt, row) for row in rows]
         compresses, (question_ids, asks_one) = name == "context" and not full_text, texts[0]
         return {
@@ -5177,19 +5180,21 @@ class ContextCompressionQAPipeline(Pipeline):
     def _forward(
         self,
         inputs: dict[str, Any],
-        join: bool = False,
+        join: bool | str = False,
         ratio: int | str | None = None,
         allow_untrained_ratio: bool = False,
         **generate_kwargs: Any,
     ) -> dict[str, Any]:
         batch_size, questions, documents = (inputs[name] for name in ("batch_size", "question_ids", "document_ids"))
         generate_kwargs = with_defaults(generate_kwargs, MAX_NEW_TOKENS, self._pad_token_id)
-        answers: list[list[Tensor]] = []
+        if join == LIKELIEST:
+            generate_kwargs |= {"return_dict_in_generate": True, "output_logits": True}
+        answers: list[list[tuple[Tensor, float]]] = []
         if inputs["full_text_ids"] is not None:
             for texts in inputs["full_text_ids"]:
                 answers += self._answers([None], texts, batch_size, lambda *_: None, generate_kwargs)
         elif documents is not None and self.model.config.compresses_questions:
-            if join and len(documents) > 1:
+            if join is True and len(documents) > 1:
                 self.check_serves_memories("so that several are not joined: ask about each of them")
 
             def memory_of(rows: Sequence[Any], text: dict[str, Tensor]) -> CompressedContext:
@@ -5205,8 +5210,11 @@ class ContextCompressionQAPipeline(Pipeline):
 
                 rows = range(memory.batch_size)
                 answers += self._answers(rows, questions, batch_size, rows_of, generate_kwargs)
-        reads_one = join or (inputs["reads_one"] and len(answers) == 1)
-        return {"answers": answers, "asks_one": inputs["asks_one"], "reads_one": reads_one}
+        if join == LIKELIEST:
+            answers = [[max(of_question, key=lambda answer: answer[1]) for of_question in zip(*answers, strict=True)]]
+        reads_one = bool(join) or (inputs["reads_one"] and len(answers) == 1)
+        new_tokens = [[ids for ids, _ in document] for document in answers]
+        return {"answers": new_tokens, "asks_one": inputs["asks_one"], "reads_one": reads_one}
 
     def postprocess(self, outputs: dict[str, Any]) -> Any:
         """Decode the answers, and take them out of the lists that a single question or document needs not."""
@@ -5224,7 +5232,7 @@ class ContextCompressionQAPipeline(Pipeline):
         return self.model.base_model.memory_class
 
     def _memories(
-        self, inputs: dict[str, Any], join: bool, ratio: int | str | None, allow_untrained_ratio: bool
+        self, inputs: dict[str, Any], join: bool | str, ratio: int | str | None, allow_untrained_ratio: bool
     ) -> Iterable[CompressedContext]:
         """The memories that are asked: those given, or of the documents in batches; a single one if all are joined."""
         memories, documents, batch_size = (inputs[name] for name in ("memories", "document_ids", "batch_size"))
@@ -5238,7 +5246,7 @@ class ContextCompressionQAPipeline(Pipeline):
                 memories = [memory.at_ratio(ratio) for memory in memories]
             # Once, and not again for each batch of questions.
             memories = [memory.to(self.device, self.model.dtype) for memory in memories]
-        if join:
+        if join is True:
             rows = [memory.rows(row) for memory in memories for row in range(memory.batch_size)]
             memories = [self._memory_class.concatenate(rows) if len(rows) > 1 else rows[0]]
         return memories
@@ -5258,10 +5266,10 @@ class ContextCompressionQAPipeline(Pipeline):
         batch_size: int,
         memory_of: Callable[[list[Any], dict[str, Tensor]], CompressedContext | None],
         generate_kwargs: dict[str, Any],
-    ) -> list[list[Tensor]]:
-        """The new tokens of every question for every source, questions of all sources in common batches."""
+    ) -> list[list[tuple[Tensor, float]]]:
+        """Return each source's new tokens for every question, with their mean log-likelihood if logits are asked for."""
         pairs = [(source, question) for source in sources for question in questions]
-        new_tokens: list[Tensor] = []
+        answers: list[tuple[Tensor, float]] = []
         for start in range(0, len(pairs), batch_size):
             batch = pairs[start : start + batch_size]
             text = padded([question for _, question in batch], self.device)
@@ -5270,8 +5278,20 @@ class ContextCompressionQAPipeline(Pipeline):
                 memory=memory_of([source for source, _ in batch], text),
                 **generate_kwargs,
             )
-            new_tokens += output[:, text["input_ids"].shape[1] :]
-        return [new_tokens[start : start + len(questions)] for start in range(0, len(new_tokens), len(questions))]
+            if isinstance(output, Tensor):
+                answers += [(ids, 0.0) for ids in output[:, text["input_ids"].shape[1] :]]
+            else:
+                answers += self._with_likelihoods(output)
+        return [answers[start : start + len(questions)] for start in range(0, len(answers), len(questions))]
+
+    def _with_likelihoods(self, output: Any) -> list[tuple[Tensor, float]]:
+        """Return the new tokens of each row of what `generate` gave with its logits, and their mean log-likelihood."""
+        beams = output.get("beam_indices")
+        scores = self.model.compute_transition_scores(output.sequences, output.logits, beams, normalize_logits=True)
+        new_tokens = output.sequences[:, -scores.shape[1] :]
+        is_pad = new_tokens == self._pad_token_id
+        means = scores.masked_fill(is_pad, 0).sum(dim=1) / (~is_pad).sum(dim=1).clamp(min=1)
+        return list(zip(new_tokens, means.tolist(), strict=True))
 
     @property
     def _pad_token_id(self) -> int | None:

@@ -60,6 +60,8 @@ def test_documents_are_compressed_once_and_again_when_they_change(folder, tmp_pa
             rows = [pipe.compress(TEXTS[row], ratio=4).quantize("int8").dequantize() for row in order]
             answer = pipe(QUESTION, memory=rows, join=True, **LONG)["answer"]
             assert memories.answer(QUESTION, [ids[row] for row in order], **LONG) == answer != ""
+        likeliest = pipe(QUESTION, memory=rows, join="likeliest", **LONG)["answer"]
+        assert memories.answer(QUESTION, [ids[1]], join="likeliest", **LONG) == likeliest
         assert memories.answer(QUESTION, [], **LONG) == pipe(QUESTION, context="", **LONG)["answer"]
         with pytest.raises(ValueError, match=r"has no memories with the ids \['x'\]: compress their documents first"):
             memories.answer(QUESTION, [ids[0], "x"])

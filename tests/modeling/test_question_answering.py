@@ -25,6 +25,7 @@ from context_compressors.cli.compress import compress_all
 from context_compressors.cli.documents import Document
 from context_compressors.configuration.methods import METHODS, config_class
 from context_compressors.data.prompts import load_prompts
+from context_compressors.modeling.parts.prompting import question_ids
 
 DOCUMENTS = ["Nora keeps eleven bees.", "Olaf owns the mill. {x}", "No."]
 QUESTIONS = ["Who?", "What does Nora keep [LM]?"]
@@ -226,6 +227,27 @@ def test_joined_documents_are_read_together_in_order(pipe, tmp_path):
     assert pipe(QUESTIONS[0], context=DOCUMENTS[:1], join=True) == answer_by_hand(pipe, QUESTIONS[0], DOCUMENTS[0])
 
 
+def test_the_likeliest_answer_is_that_of_the_highest_mean_log_likelihood(pipe):
+    model, tokenizer = pipe.model, pipe._question_tokenizer
+    memories = [pipe.compress(document) for document in DOCUMENTS]
+
+    def by_hand(question):
+        prompt, likelihoods = torch.tensor([question_ids(model.config, tokenizer, question)]), {}
+        for memory in memories:
+            written = model.generate(prompt, memory=memory, do_sample=False, **LENGTH)
+            logits = model(written, memory=memory).logits[0, prompt.shape[1] - 1 : -1]
+            new = written[0, prompt.shape[1] :]
+            likelihoods[tokenizer.decode(new, skip_special_tokens=True).strip()] = (
+                logits.log_softmax(-1)[range(len(new)), new].mean().item()
+            )
+        return {"answer": max(likelihoods, key=likelihoods.get)}
+
+    expected = [by_hand(question) for question in QUESTIONS]
+    assert pipe(QUESTIONS, context=DOCUMENTS, join="likeliest") == expected
+    assert pipe(QUESTIONS[0], memory=memories, join="likeliest", batch_size=1) == expected[0]
+    assert pipe(QUESTIONS[0], context=DOCUMENTS, join="likeliest", num_beams=2)["answer"]
+
+
 def test_the_full_text_is_read_by_the_decoder_without_a_memory(pipe):
     model, tokenizer = pipe.model, pipe.tokenizer
 
@@ -384,7 +406,11 @@ def test_what_cannot_be_asked_is_refused(pipe, arguments, message):
         ({"question": "a", "context": "a", "batch_size": 1.5}, TypeError, "`batch_size` must be an int, got 1.5"),
         ({"question": "a", "context": "a", "batch_size": True}, TypeError, "`batch_size` must be an int, got True"),
         ({"question": "a", "context": "a", "prompt": 5}, TypeError, "`prompt` must be a text .* got 5"),
-        ({"question": "a", "context": "a", "join": "no"}, TypeError, "`join` must be True or False, got 'no'"),
+        (
+            {"question": "a", "context": "a", "join": "no"},
+            ValueError,
+            "`join` must be True, False or 'likeliest', got 'no'",
+        ),
         ({"question": "a", "context": "a", "full_text": 1}, TypeError, "`full_text` must be True or False, got 1"),
         ({"messages": 5, "context": "a"}, TypeError, "`messages` must be messages with `role` and `content`, got 5"),
         ({"messages": "a", "context": "a"}, TypeError, "`messages` must be messages .* got 'a'"),
