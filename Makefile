@@ -5,9 +5,6 @@ VENV_PYTHON := $(VENV)/bin/python
 INTEGRATIONS := .venv-integrations
 PYTEST_ARGS ?=
 FUZZ_EXAMPLES ?= 10000
-# The package as it is installed, for mypy and mkdocstrings, which find sub-packages by their folders alone.
-TYPED := build/typed
-BUILD_TYPED = rm -rf $(TYPED) && $(VENV_PYTHON) -W ignore -c 'import setuptools; setuptools.setup()' --quiet build_py --build-lib $(TYPED)
 # What the site shows or links to, as it lies in the repository.
 PAGES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs benchmarks examples training/recipes checkpoints/*/*.md checkpoints/*/*.png modeling/modeling_*.py modeling/parts/position_layout.py
 PYTEST := $(VENV_PYTHON) -P -m pytest
@@ -33,12 +30,10 @@ fuzz: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(VENV_PYTHON) -P -m ruff check .
 	$(VENV_PYTHON) -P -m ruff format --check .
-	$(BUILD_TYPED)
-	cd $(TYPED) && $(abspath $(VENV_PYTHON)) -P -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p context_compressors
+	$(VENV_PYTHON) -P -m mypy -p context_compressors
 
 # The site, in build/site; a link that leads nowhere fails.
 docs: $(VENV)/.installed-docs
-	$(BUILD_TYPED)
 	rm -rf build/pages && mkdir -p build/pages
 	git ls-files -z -- $(PAGES) | tar --null -T - -cf - | tar -xf - -C build/pages
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV_PYTHON) -P -m mkdocs build --quiet

@@ -186,6 +186,20 @@ def test_version_is_the_same_everywhere():
     assert "version" in SETTINGS["project"]["dynamic"]
 
 
+def test_type_checkers_see_every_public_name_and_every_folder():
+    source = (ROOT / "context_compressors" / "__init__.py").read_text(encoding="utf-8")
+    (typed,) = (node for node in ast.parse(source).body if isinstance(node, ast.If))
+    modules = {alias.asname: node.module for node in typed.body for alias in node.names}
+    assert sorted(modules) == context_compressors.__all__[1:]
+    for name, module in modules.items():
+        folder, *rest = module.split(".")
+        path = ROOT.joinpath(FOLDERS[f"context_compressors.{folder}"], *rest or ["__init__"]).with_suffix(".py")
+        assert re.search(rf"^(class|def) {name}\b", path.read_text(encoding="utf-8"), re.MULTILINE), (name, module)
+    for package, folder in FOLDERS.items():
+        if "." in package:
+            assert (ROOT / package.replace(".", "/")).resolve() == ROOT / folder, "ln -s ../FOLDER context_compressors"
+
+
 def test_public_names_are_listed_and_an_unknown_one_is_refused():
     assert set(context_compressors.__all__) <= set(dir(context_compressors))
     with pytest.raises(AttributeError, match="CompresorConfig"):

@@ -29,7 +29,7 @@ from itertools import accumulate, chain
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import torch
 import transformers
@@ -5684,7 +5684,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
         hub_id: str | None = None,
         adapter: str | os.PathLike | None = None,
         **fields: Any,
-    ) -> Any:
+    ) -> Self:
         """Start a compressor from a pretrained language model.
 
         Args:
@@ -5836,7 +5836,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
         base_model: str | os.PathLike | None = None,
         encoder_base_model: str | os.PathLike | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Self:
         """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more.
 
         A light checkpoint names its base model, whose weights are fetched and checked, and its own take their places;

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -75,7 +75,7 @@ def _write(texts: dict[str, str], folder: str | os.PathLike) -> None:
 
 # A training run saves often, and goes on with the code that it has loaded.
 @functools.cache
-def joined_code(model_class: type, config_class: type) -> dict[str, str]:
+def joined_code(model_class: Any, config_class: Any) -> dict[str, str]:
     """Return the code of a checkpoint: the text of each file, by its name without ending."""
     sources = [Path(inspect.getfile(cls)).resolve() for cls in (config_class, model_class)]
     modules = _modules_in_order(sources)
@@ -169,9 +169,9 @@ def _read(path: Path) -> _Module:
             for inner in node.body:
                 module.note_import(inner, is_first=False)
             continue
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.ImportFrom) and inner.level:
-                module.note_import(inner, is_first=False)
+        for local in ast.walk(node):
+            if isinstance(local, ast.ImportFrom) and local.level:
+                module.note_import(local, is_first=False)
         module.is_optional |= isinstance(node, ast.Try)
         while not module.lines[start].strip():
             start += 1
@@ -345,15 +345,12 @@ class _JoinedCode:
     def _edit_import(self, module: _Module, node: ast.ImportFrom, lines: list[bytes]) -> None:
         """Take an import out of a function, unless its module is a file of its own."""
         origin = self._origin(module, node.names[0].asname or node.names[0].name)
-        is_kept = origin is not None and isinstance(origin.source, Path) and self.modules[origin.source].is_optional
         for row in range(node.lineno - 1, node.end_lineno or node.lineno):
-            if not is_kept:
-                lines[row] = _GONE
-        if is_kept:
+            lines[row] = _GONE
+        if origin is not None and isinstance(origin.source, Path) and self.modules[origin.source].is_optional:
             names = ", ".join(ast.unparse(alias) for alias in node.names)
-            lines[node.lineno - 1] = (
-                f"{' ' * node.col_offset}from .{self.files[origin.source]} import {names}".encode()
-            )
+            line = f"{' ' * node.col_offset}from .{self.files[origin.source]} import {names}"
+            lines[node.lineno - 1] = line.encode()
 
 
 def _inner_docstrings(node: ast.AST, is_public: bool = False) -> Iterator[ast.Expr]:

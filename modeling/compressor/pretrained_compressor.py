@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
         hub_id: str | None = None,
         adapter: str | os.PathLike | None = None,
         **fields: Any,
-    ) -> Any:
+    ) -> Self:
         """Start a compressor from a pretrained language model.
 
         Args:
@@ -214,7 +214,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
         base_model: str | os.PathLike | None = None,
         encoder_base_model: str | os.PathLike | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Self:
         """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more.
 
         A light checkpoint names its base model, whose weights are fetched and checked, and its own take their places;
