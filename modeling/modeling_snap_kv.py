@@ -13,7 +13,6 @@ from torch.nn import functional
 from ..configuration.configuration_snap_kv import SnapKVConfig
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.key_value_selection import KeyValueSelectionModel, ReadContext
-from .compressor.memory_checks import check_memory
 from .compressor.question_conditioning import check_question, question_fingerprints, question_rows
 from .compressor.token_rows import TokenRows
 from .memory.compressed_context import CompressedContext, KeyValues
@@ -74,6 +73,18 @@ class SnapKVModel(KeyValueSelectionModel):
                 "`compress(..., question_input_ids=...)`, or ask with `generate`"
             )
         return super().encode(chunks, ratios, question)
+
+    def first_inputs(
+        self, text: TokenRows, position_ids: Tensor | None, memory: CompressedContext | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """See [`SlotReader.first_inputs`]; a memory that was compressed with a question is read with no other one."""
+        if memory is not None and self.config.compresses_questions:
+            check_question(memory, text.input_ids, text.attention_mask, may_go_on=True)
+        return super().first_inputs(text, position_ids, memory, *args, **kwargs)
+
+    def num_in_front(self, input_ids: Tensor) -> int:
+        # The first pass reads the whole question, which it checks.
+        return input_ids.shape[1] if self.config.compresses_questions else super().num_in_front(input_ids)
 
     def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The question, as `compress` has checked it."""
@@ -137,24 +148,17 @@ class SnapKVForCausalLM(CompressorForCausalLM):
         **kwargs: Any,
     ) -> Any:
         """See [`CompressorForCausalLM.generate`]; with `question_placement="encoder"` a context is compressed with the
-        question, and a memory answers its own question alone.
-
-        Raises:
-            ValueError: another question than the memory was compressed with.
+        question.
         """
         question = inputs if input_ids is None else input_ids
         context = {"context_input_ids": context_input_ids, "context_attention_mask": context_attention_mask}
-        if self.config.compresses_questions and isinstance(question, Tensor):
+        is_alone = memory is None and context_input_ids is not None
+        if is_alone and self.config.compresses_questions and isinstance(question, Tensor):
             if attention_mask is None:
                 attention_mask = self._mask_of_pads(question, kwargs)
-            if memory is None and context_input_ids is not None:
-                asked = {"question_input_ids": question, "question_attention_mask": attention_mask}
-                memory = self.compress(context_input_ids, context_attention_mask, ratio, **asked)
-                context, ratio = {}, None
-            elif memory is not None:
-                memory = check_memory(memory, self.model, question)
-                mask = torch.ones_like(question) if attention_mask is None else attention_mask
-                check_question(memory, question, mask)
+            asked = {"question_input_ids": question, "question_attention_mask": attention_mask}
+            memory = self.compress(context_input_ids, context_attention_mask, ratio, **asked)
+            context, ratio = {}, None
         return super().generate(
             inputs, input_ids=input_ids, attention_mask=attention_mask, memory=memory, ratio=ratio, **context, **kwargs
         )

@@ -100,35 +100,45 @@ def question_fingerprints(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         input_ids: questions `(batch_size, num_question_tokens)`.
         attention_mask: their mask.
     """
-    fingerprints = []
-    for row, mask in zip(input_ids.tolist(), attention_mask.tolist(), strict=True):
-        ids = [token for token, real in zip(row, mask, strict=True) if real]
-        digest = hashlib.sha256(" ".join(map(str, ids)).encode()).digest()
-        fingerprints.append(int.from_bytes(digest[:7], "big") if ids else 0)
+    fingerprints = [of_row[-1] for of_row in _fingerprints_of_starts(input_ids, attention_mask)]
     return torch.tensor(fingerprints, dtype=torch.long, device=input_ids.device)
 
 
-def check_question(memory: CompressedContext, input_ids: Tensor, attention_mask: Tensor) -> None:
-    """The question must be the one that each row of the memory was compressed with.
+def _fingerprints_of_starts(input_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
+    """For each row the fingerprints of its first tokens: of none, of one, of two and so on."""
+    fingerprints = []
+    for row, mask in zip(input_ids.tolist(), attention_mask.tolist(), strict=True):
+        digest, of_row = hashlib.sha256(), [0]
+        for token in (token for token, real in zip(row, mask, strict=True) if real):
+            digest.update(f"{' ' * (len(of_row) > 1)}{token}".encode())
+            of_row.append(int.from_bytes(digest.digest()[:7], "big"))
+        fingerprints.append(of_row)
+    return fingerprints
+
+
+def check_question(
+    memory: CompressedContext, input_ids: Tensor, attention_mask: Tensor, may_go_on: bool = False
+) -> None:
+    """Each text must be the question that its row of the memory was compressed with.
 
     Args:
-        memory: one row for each question, or one for all.
-        input_ids: questions `(batch_size, num_question_tokens)`.
+        memory: one row for each text, or one for all.
+        input_ids: texts `(batch_size, num_text_tokens)`.
         attention_mask: their mask.
+        may_go_on: whether more may stand behind the question, such as its answer.
 
     Raises:
         ValueError: another question, or one to a memory without.
     """
-    asked = question_fingerprints(input_ids, attention_mask)
     known = memory.question_fingerprints
-    known = torch.zeros_like(asked) if known is None else known.to(asked.device).expand(len(asked))
-    if bool((asked != known).any()):
-        row = int((asked != known).nonzero()[0])
-        reason = "another question" if int(known[row]) else "no question"
-        raise ValueError(
-            f"row {row} of `memory` was compressed with {reason} (`question_placement='encoder'`): compress the "
-            "context with this one, `compress(..., question_input_ids=...)`"
-        )
+    numbers = [0] * len(input_ids) if known is None else known.expand(len(input_ids)).tolist()
+    for row, of_row in enumerate(_fingerprints_of_starts(input_ids, attention_mask)):
+        if numbers[row] not in ((of_row[1:] or of_row) if may_go_on else of_row[-1:]):
+            raise ValueError(
+                f"row {row} of `memory` was compressed with {'another' if numbers[row] else 'no'} question "
+                "(`question_placement='encoder'`): compress the context with this one, "
+                "`compress(..., question_input_ids=...)`"
+            )
 
 
 def with_start(input_ids: Tensor, attention_mask: Tensor, config: Any) -> tuple[Tensor, Tensor]:

@@ -172,6 +172,8 @@ def test_autocompressors_recipe_holds_the_authors_settings(tmp_path):
     # 15 billion tokens.
     assert args.max_steps == round(15e9 / (6_144 * 32)) == 76_294
     assert (args.training_substeps, args.segments_per_substep, args.random_segments) == (2, 2, True)
+    # 1.0 on the sum of the substeps' gradients is 0.5 on their mean.
+    assert args.max_grad_norm == 1.0 / args.training_substeps
     assert data.max_document_tokens == 6_144
     config = AutoCompressorConfig(**model.method_config)
     assert config.to_dict() == AutoCompressorConfig().to_dict(), "the class's defaults"
@@ -181,6 +183,7 @@ def test_autocompressors_recipe_holds_the_authors_settings(tmp_path):
     config = AutoCompressorConfig(**model.method_config)
     assert (config.num_memory_tokens, config.num_slots(8_192, 41)) == (50, 50)
     assert (args.training_substeps, args.segments_per_substep, args.random_segments) == (1, 4, False)
+    assert args.max_grad_norm == 1.0
     assert args.max_steps == 15_000_000_000 // (32 * 8_192)
 
 
