@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tiny_bases import ids_of
+from transformers import CompileConfig
 
 from context_compressors.modeling.parts.lora import PASSES
 
@@ -39,3 +41,19 @@ def test_what_a_pass_writes_is_there_in_a_new_thread_and_in_a_copy(method_cases)
     passes = getattr(copy.deepcopy(method_cases["icae"].build()).model.language_model, PASSES)[0]
     with ThreadPoolExecutor(1) as pool:
         assert [vars(passes), pool.submit(lambda: dict(vars(passes))).result()] == [{"names": None}] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mean_pooling", "five_hundred_x"])
+def test_passes_over_one_token_compile_behind_slots_in_a_static_cache(name, method_cases):
+    torch._dynamo.reset()
+    model = method_cases[name].build()
+    settings = {"memory": model.compress(ids_of(11), ratio=2), "max_new_tokens": 5, "do_sample": False}
+    compiled = CompileConfig(backend="eager", mode=None)
+    # As on a GPU.
+    compiled._compile_all_devices = True
+    for length in (4, 6):
+        text = ids_of(length, seed=1)
+        found = model.generate(text, cache_implementation="static", compile_config=compiled, **settings)
+        assert found.tolist() == model.generate(text, **settings).tolist()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
