@@ -1486,7 +1486,7 @@ _BESIDE_MEMORIES = {
     *("encoder_tokenizer", "compression_ratios", "trainable_parameters", "training_stage"),
     *("prompts", "prompt_format", "context_prefix", "restores_context_start", "bos_before_text"),
     *("eos_token_id", "pad_token_id"),
-    *("external_weights", "parent_model_name_or_path", "code_version", "config_schema"),
+    *("external_weights", "parent_model_name_or_path", "measured_chunks", "code_version", "config_schema"),
     *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
     *("ratio_selector", "ratio_scale"),
     *("use_cache", "dtype", "torch_dtype", "quantization_config"),
@@ -4971,12 +4971,25 @@ class ContextCompressionQAPipeline(Pipeline):
         if question is not None:
             asked = {f"question_{name}": tensor for name, tensor in question.items()}
         passages = [[row] if not row or isinstance(row[0], int) else row for row in rows]
+        self._warn_about_length(passages)
         if any(len(row) > 1 for row in passages):
             asked["chunk_lengths"] = [[len(passage) for passage in row] for row in passages]
         rows = [[token for passage in row for token in passage] for row in passages]
         with torch.no_grad():
             return self.model.compress(
                 **padded(rows, self.device), ratio=ratio, allow_untrained_ratio=allow_untrained_ratio, **asked
+            )
+
+    def _warn_about_length(self, documents: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Warn once of a document, a list of passages, with more chunks than the checkpoint was measured on."""
+        size, measured = self.model.config.chunk_size, self.model.config.measured_chunks
+        if size is None or measured is None:
+            return
+        most = max(sum(math.ceil(len(passage) / size) for passage in passages) for passages in documents)
+        if most > measured:
+            logger_of_base_weights.warning_once(
+                f"a document has {most} chunks of {size} tokens, and this checkpoint was measured on {measured} at "
+                "most: answers may be worse; find the passages that matter first, and give only those"
             )
 
     def check_serves_memories(self, otherwise: str) -> None:

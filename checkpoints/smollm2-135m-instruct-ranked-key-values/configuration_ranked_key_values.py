@@ -383,6 +383,7 @@ _ENDLESS = 2**40
 _RECORD = {
     "external_weights": None,
     "parent_model_name_or_path": None,
+    "measured_chunks": None,
     "code_version": CODE_VERSION,
     "config_schema": CONFIG_SCHEMA,
 }
@@ -463,7 +464,8 @@ class CompressorConfig(PreTrainedConfig):
         kwargs:
             Fields of [`PreTrainedConfig`], and what `save_pretrained` records about the checkpoint: `external_weights`
             (the base models whose weights it leaves out, or `None`), `parent_model_name_or_path` (the checkpoint that
-            it was fine-tuned from), `code_version` and `config_schema`.
+            it was fine-tuned from), `measured_chunks` (the most chunks of a document that its scores were measured
+            on; the pipeline warns of longer ones), `code_version` and `config_schema`.
 
     Raises:
         ValueError: a value is not allowed; the message names the field, the value and what is allowed.

@@ -48,7 +48,7 @@ _BESIDE_MEMORIES = {
     *("encoder_tokenizer", "compression_ratios", "trainable_parameters", "training_stage"),
     *("prompts", "prompt_format", "context_prefix", "restores_context_start", "bos_before_text"),
     *("eos_token_id", "pad_token_id"),
-    *("external_weights", "parent_model_name_or_path", "code_version", "config_schema"),
+    *("external_weights", "parent_model_name_or_path", "measured_chunks", "code_version", "config_schema"),
     *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
     *("ratio_selector", "ratio_scale"),
     *("use_cache", "dtype", "torch_dtype", "quantization_config"),

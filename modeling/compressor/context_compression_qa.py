@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from ..parts.prompting import (
     question_ids,
 )
 from ..parts.text_ids import check_texts, text_tokenizer
+
+logger = logging.get_logger(__name__)
 
 MAX_NEW_TOKENS = 64
 BATCH_SIZE = 8
@@ -236,12 +239,25 @@ class ContextCompressionQAPipeline(Pipeline):
         if question is not None:
             asked = {f"question_{name}": tensor for name, tensor in question.items()}
         passages = [[row] if not row or isinstance(row[0], int) else row for row in rows]
+        self._warn_about_length(passages)
         if any(len(row) > 1 for row in passages):
             asked["chunk_lengths"] = [[len(passage) for passage in row] for row in passages]
         rows = [[token for passage in row for token in passage] for row in passages]
         with torch.no_grad():
             return self.model.compress(
                 **padded(rows, self.device), ratio=ratio, allow_untrained_ratio=allow_untrained_ratio, **asked
+            )
+
+    def _warn_about_length(self, documents: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Warn once of a document, a list of passages, with more chunks than the checkpoint was measured on."""
+        size, measured = self.model.config.chunk_size, self.model.config.measured_chunks
+        if size is None or measured is None:
+            return
+        most = max(sum(math.ceil(len(passage) / size) for passage in passages) for passages in documents)
+        if most > measured:
+            logger.warning_once(
+                f"a document has {most} chunks of {size} tokens, and this checkpoint was measured on {measured} at "
+                "most: answers may be worse; find the passages that matter first, and give only those"
             )
 
     def check_serves_memories(self, otherwise: str) -> None:
