@@ -1461,16 +1461,9 @@ def _bound_to(view: nn.Module, value: Any, module: nn.Module) -> Any:
 # checkpoint/fingerprints.py
 
 _PARAMETERS, _RUNS, _RUN = 16, 2, 16
-# Up to which relative error a rounding is named so. Measured on SmolLM2-135M and two small Llamas, mean over matrices:
-# float16 0.0002, bfloat16 0.0018, 8 bits 0.005 to 0.009, 8-bit floats 0.027, 5 bits 0.038 to 0.046,
-# 4 bits in groups 0.078 to 0.116 and by row 0.11 to 0.16, 3 bits in groups 0.16 to 0.24, 2 bits from 0.33 on.
-_ROUNDINGS = (
-    (0.015, "a rounding to 8 bits"),
-    (0.033, "a rounding to 8-bit floats or 6 bits"),
-    (0.055, "a rounding to 5 bits"),
-    (0.14, "a rounding to 4 bits"),
-    (0.2, "a rounding to 3 or 4 bits"),
-)
+# Relative error of the coarsest rounding that is taken for one. Mean over the matrices of SmolLM2-135M and two small
+# Llamas: 8 bits 0.005 to 0.009, 5 bits 0.038 to 0.046, 4 bits 0.078 to 0.16, 3 bits 0.16 to 0.24.
+_MOST_ROUNDED = 0.2
 # What a rounding leaves lies on a grid of so many steps at most, in each run of neighbours:
 # 8 bits as far as float32 tells, 5 bits as far as bfloat16 does.
 _FINE, _COARSE, _OFF, _OFF_A_STEP = 255, 31, 0.02, 3 * 2.0**-9
@@ -1492,19 +1485,6 @@ _BESIDE_MEMORIES = {
     *("use_cache", "dtype", "torch_dtype", "quantization_config"),
     *("output_hidden_states", "output_attentions", "return_dict"),
 }
-
-
-def fingerprint(model: nn.Module, dtype: torch.dtype = torch.bfloat16, of_answers: bool = False) -> str:
-    """Sixteen hexadecimal digits from a few values of every parameter, the same in float32 and bfloat16."""
-    digest = hashlib.sha256()
-    parts = []
-    for name, parameter in _of_answers(model) if of_answers else _of_memories(model):
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        values = _few_values(whole(_weight(model, name)))
-        parts.append(values.to(dtype).to(torch.bfloat16).float())
-    if parts:
-        digest.update(torch.cat([part.cpu() for part in parts]).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def weights_fingerprint(model: nn.Module, stored: Mapping[str, Tensor] | None = None) -> str:
@@ -1597,17 +1577,12 @@ def _usual_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     return vars(kind())
 
 
-def _few_values(tensor: Tensor) -> Tensor:
-    flat = tensor.reshape(-1)
-    return flat[:: max(1, flat.numel() // 8)][:8]
-
-
-def sample(model: nn.Module, dtype: torch.dtype, of_kinds: bool = True) -> Tensor:
+def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
     """Runs of neighbouring values of some 16 parameters, spread over the model: (num_parameters, 2, 16) in float32."""
     kinds: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
-        if parameter.dim() > (0 if of_kinds else 1) and parameter.shape[-1] >= _RUN:
-            kinds.setdefault(re.sub(r"\d+", "", name) if of_kinds else "", []).append(parameter)
+    for name, parameter in _of_answers(model):
+        if parameter.shape[-1] >= _RUN:
+            kinds.setdefault(re.sub(r"\d+", "", name), []).append(parameter)
     count = min(max(_PARAMETERS, len(kinds)), sum(map(len, kinds.values())))
     runs = []
     # Kinds take turns, from the first layers to the last.
@@ -1623,27 +1598,30 @@ def sample(model: nn.Module, dtype: torch.dtype, of_kinds: bool = True) -> Tenso
 
 def sample_text(model: PreTrainedModel) -> str:
     """[`sample`] as text: base64 of the values in the model's type, 2.8 kB for 16 parameters in float32."""
-    dtype = model.dtype if model.dtype in (torch.bfloat16, torch.float16) else torch.float32
+    dtype = _sample_type(model.dtype)
     return base64.b64encode(sample(model, dtype).to(dtype).view(torch.uint8).numpy().tobytes()).decode()
 
 
-def rounding(model: nn.Module, recorded: str, dtype: torch.dtype, of_kinds: bool = True) -> tuple[float, str | None]:
-    """Measure the distance from the model that [`sample_text`] recorded, and name the rounding that explains it."""
-    stored_as = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+def _sample_type(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+
+
+def rounding(model: nn.Module, recorded: str, dtype: torch.dtype) -> tuple[float, bool]:
+    """Measure the distance from the model that [`sample_text`] recorded, and tell whether a rounding explains it."""
+    stored_as = _sample_type(dtype)
     expected = torch.frombuffer(bytearray(base64.b64decode(recorded)), dtype=stored_as).float().view(-1, _RUNS, _RUN)
-    own = sample(model, torch.float32, of_kinds)
+    own = sample(model, torch.float32)
     if own.shape != expected.shape:
-        return float("inf"), None
+        return float("inf"), False
     found = own.to(stored_as).float()
     if found.equal(expected):
-        return 0.0, None
+        return 0.0, False
     size = expected.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
     errors = (found - expected).flatten(1).norm(dim=1) / size
     # Norms are left as they are where matrices are rounded.
     error = float(errors.sum() / errors.count_nonzero().clamp(min=1))
-    for kind in (torch.float16, torch.bfloat16):
-        if expected.to(kind).to(stored_as).float().equal(found):
-            return error, cast_name(kind)
+    if any(expected.to(kind).to(stored_as).float().equal(found) for kind in (torch.float16, torch.bfloat16)):
+        return error, False
     runs = own.flatten(0, 1), expected.flatten(0, 1)
     differ = (found != expected).any(dim=2).flatten()
     explained = []
@@ -1651,13 +1629,7 @@ def rounding(model: nn.Module, recorded: str, dtype: torch.dtype, of_kinds: bool
     for rounded, other in (runs, runs[::-1]):
         taken = (rounded - other)[differ].square().mean(dim=1).sqrt() / _steps(rounded[differ])
         explained.append(float(((taken > _TAKEN[0]) & (taken < _TAKEN[1])).float().mean()))
-    name = next((name for most, name in _ROUNDINGS if error <= most), None)
-    return error, name if max(explained) > 0.4 else None
-
-
-def cast_name(dtype: torch.dtype) -> str:
-    """A cast in words."""
-    return f"a cast to {str(dtype).removeprefix('torch.')}"
+    return error, error <= _MOST_ROUNDED and max(explained) > 0.4
 
 
 def _steps(runs: Tensor) -> Tensor:
@@ -2288,7 +2260,7 @@ def base_entry(
     model: PreTrainedModel, name: str | os.PathLike, hub_id: str | None, revision: str | None, loading: dict[str, Any]
 ) -> dict[str, str | None]:
     """What a light checkpoint records of a base: `repo_id` and `revision` on the Hub, `subfolder` if it is in one,
-    `gguf_file` if it is one, `fingerprint`, `samples`, `dtype`, and sums of all `weights` in it and in narrower types."""
+    `gguf_file` if it is one, `samples`, `dtype`, and sums of all `weights` in it and in narrower types."""
     is_folder = os.path.isdir(name)
     if not is_folder:
         found = {n: loading[n] for n in (*DOWNLOAD_ARGUMENTS, "subfolder") if n in loading}
@@ -2301,7 +2273,6 @@ def base_entry(
         "repo_id": hub_id or (None if is_folder else str(name)),
         "revision": revision,
         **inside,
-        "fingerprint": fingerprint(model),
         "weights": {_name(kind): all_weights(model, kind) for kind in (model.dtype, *_narrower(model.dtype))},
         "samples": sample_text(model),
         "dtype": _name(model.dtype),
@@ -2455,39 +2426,24 @@ def _check_base(
         found, expected = getattr(model.config, field, None), getattr(wanted, field, None)
         if found != expected:
             raise ValueError(f"{place} has {field} {found}, and the base model ({shown}) has {expected}")
-    dtype, sums = getattr(torch, entry["dtype"]), entry.get("weights")
-    # Checkpoints of earlier versions have sums of a few weights, and a `sample` of matrices alone, or none.
-    if sums is None:
-        found, expected = fingerprint(model, dtype), entry["fingerprint"]
-    else:
-        found, expected = all_weights(model, dtype), sums[entry["dtype"]]
-    recorded, of_kinds = entry.get("samples") or entry.get("sample"), bool(entry.get("samples"))
-    error, name = rounding(model, recorded, dtype, of_kinds) if recorded else (0.0, None)
-    if found == expected and error == 0:
+    dtype, sums = getattr(torch, entry["dtype"]), entry["weights"]
+    found, expected = all_weights(model, dtype), sums[entry["dtype"]]
+    if found == expected:
         return
-    if sums is not None:
-        casts = [kind for kind in _narrower(dtype) if all_weights(model, kind) == sums[_name(kind)]]
-        cast = next((kind for kind in casts if _holds_only(model, kind)), None)
-        name = None if name in [cast_name(kind) for kind in _narrower(dtype)] else name
-        name = name if cast is None else cast_name(cast)
-    elif error == 0 and model.dtype == torch.float16 != dtype:
-        # By such a cast only the smallest values may change.
-        name = cast_name(model.dtype)
-    if name is None:
+    casts = [kind for kind in _narrower(dtype) if all_weights(model, kind) == sums[_name(kind)]]
+    cast = next((kind for kind in casts if all(p.to(kind).to(p.dtype).equal(p) for p in model.parameters())), None)
+    error, is_rounding = rounding(model, entry["samples"], dtype)
+    if cast is None and not is_rounding:
         raise ValueError(
             f"{place} is not the base model ({shown}): it has other weights, sum {found}, expected {expected}. Some "
             f"were compared: they are {error:.2%} off, which neither a cast nor a rounding explains; a fine-tuned "
             "base is another model"
         )
-    hint = "" if name.startswith("a cast") else ", from which a fine-tuned model that is as near cannot be told"
     logger_of_base_weights.warning(
-        f"{place} is nearly the base model ({shown}): its weights are {error:.2%} off, as after {name}{hint}. The "
-        "compressor works on them, perhaps slightly worse than on those that it was trained on"
+        f"{place} is nearly the base model ({shown}): its weights are {error:.2%} off, as after "
+        f"{'a rounding' if cast is None else f'a cast to {_name(cast)}'}. The compressor works on them, perhaps "
+        "slightly worse than on those that it was trained on"
     )
-
-
-def _holds_only(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    return all(parameter.to(dtype).to(parameter.dtype).equal(parameter) for parameter in model.parameters())
 
 
 def merge(

@@ -254,7 +254,7 @@ def base_entries(field: str, value: Any) -> dict[str, dict[str, Any]] | None:
     """Return a light checkpoint's record of its bases, or `None`, else raise a `ValueError` that names the field."""
     if value is None:
         return None
-    needed = ("repo_id", "revision", "fingerprint", "dtype")
+    needed = ("repo_id", "revision", "weights", "samples", "dtype")
     is_mapping = isinstance(value, dict) and value.keys() <= {"decoder", "encoder"}
     if not is_mapping or not all(isinstance(entry, dict) and entry.keys() >= set(needed) for entry in value.values()):
         raise ValueError(f"`{field}` must be None, or of decoder and encoder dicts with {list(needed)}, got {value!r}")

@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from transformers.utils.hub import cached_file, extract_commit_hash, get_checkpoint_shard_files
 
 from .base_cache import cached_base
-from .fingerprints import all_weights, cast_name, checksum, fingerprint, rounding, sample_text
+from .fingerprints import all_weights, checksum, rounding, sample_text
 from .gguf_files import gguf_arguments
 
 logger = logging.get_logger(__name__)
@@ -80,7 +80,7 @@ def base_entry(
     model: PreTrainedModel, name: str | os.PathLike, hub_id: str | None, revision: str | None, loading: dict[str, Any]
 ) -> dict[str, str | None]:
     """What a light checkpoint records of a base: `repo_id` and `revision` on the Hub, `subfolder` if it is in one,
-    `gguf_file` if it is one, `fingerprint`, `samples`, `dtype`, and sums of all `weights` in it and in narrower types.
+    `gguf_file` if it is one, `samples`, `dtype`, and sums of all `weights` in it and in narrower types.
 
     Args:
         model: the base, as it was loaded.
@@ -101,7 +101,6 @@ def base_entry(
         "repo_id": hub_id or (None if is_folder else str(name)),
         "revision": revision,
         **inside,
-        "fingerprint": fingerprint(model),
         "weights": {_name(kind): all_weights(model, kind) for kind in (model.dtype, *_narrower(model.dtype))},
         "samples": sample_text(model),
         "dtype": _name(model.dtype),
@@ -284,39 +283,24 @@ def _check_base(
         found, expected = getattr(model.config, field, None), getattr(wanted, field, None)
         if found != expected:
             raise ValueError(f"{place} has {field} {found}, and the base model ({shown}) has {expected}")
-    dtype, sums = getattr(torch, entry["dtype"]), entry.get("weights")
-    # Checkpoints of earlier versions have sums of a few weights, and a `sample` of matrices alone, or none.
-    if sums is None:
-        found, expected = fingerprint(model, dtype), entry["fingerprint"]
-    else:
-        found, expected = all_weights(model, dtype), sums[entry["dtype"]]
-    recorded, of_kinds = entry.get("samples") or entry.get("sample"), bool(entry.get("samples"))
-    error, name = rounding(model, recorded, dtype, of_kinds) if recorded else (0.0, None)
-    if found == expected and error == 0:
+    dtype, sums = getattr(torch, entry["dtype"]), entry["weights"]
+    found, expected = all_weights(model, dtype), sums[entry["dtype"]]
+    if found == expected:
         return
-    if sums is not None:
-        casts = [kind for kind in _narrower(dtype) if all_weights(model, kind) == sums[_name(kind)]]
-        cast = next((kind for kind in casts if _holds_only(model, kind)), None)
-        name = None if name in [cast_name(kind) for kind in _narrower(dtype)] else name
-        name = name if cast is None else cast_name(cast)
-    elif error == 0 and model.dtype == torch.float16 != dtype:
-        # By such a cast only the smallest values may change.
-        name = cast_name(model.dtype)
-    if name is None:
+    casts = [kind for kind in _narrower(dtype) if all_weights(model, kind) == sums[_name(kind)]]
+    cast = next((kind for kind in casts if all(p.to(kind).to(p.dtype).equal(p) for p in model.parameters())), None)
+    error, is_rounding = rounding(model, entry["samples"], dtype)
+    if cast is None and not is_rounding:
         raise ValueError(
             f"{place} is not the base model ({shown}): it has other weights, sum {found}, expected {expected}. Some "
             f"were compared: they are {error:.2%} off, which neither a cast nor a rounding explains; a fine-tuned "
             "base is another model"
         )
-    hint = "" if name.startswith("a cast") else ", from which a fine-tuned model that is as near cannot be told"
     logger.warning(
-        f"{place} is nearly the base model ({shown}): its weights are {error:.2%} off, as after {name}{hint}. The "
-        "compressor works on them, perhaps slightly worse than on those that it was trained on"
+        f"{place} is nearly the base model ({shown}): its weights are {error:.2%} off, as after "
+        f"{'a rounding' if cast is None else f'a cast to {_name(cast)}'}. The compressor works on them, perhaps "
+        "slightly worse than on those that it was trained on"
     )
-
-
-def _holds_only(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    return all(parameter.to(dtype).to(parameter.dtype).equal(parameter) for parameter in model.parameters())
 
 
 def merge(

@@ -23,16 +23,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..parts.lora import OF_THE_DECODER
 
 _PARAMETERS, _RUNS, _RUN = 16, 2, 16
-# Up to which relative error a rounding is named so. Measured on SmolLM2-135M and two small Llamas, mean over matrices:
-# float16 0.0002, bfloat16 0.0018, 8 bits 0.005 to 0.009, 8-bit floats 0.027, 5 bits 0.038 to 0.046,
-# 4 bits in groups 0.078 to 0.116 and by row 0.11 to 0.16, 3 bits in groups 0.16 to 0.24, 2 bits from 0.33 on.
-_ROUNDINGS = (
-    (0.015, "a rounding to 8 bits"),
-    (0.033, "a rounding to 8-bit floats or 6 bits"),
-    (0.055, "a rounding to 5 bits"),
-    (0.14, "a rounding to 4 bits"),
-    (0.2, "a rounding to 3 or 4 bits"),
-)
+# Relative error of the coarsest rounding that is taken for one. Mean over the matrices of SmolLM2-135M and two small
+# Llamas: 8 bits 0.005 to 0.009, 5 bits 0.038 to 0.046, 4 bits 0.078 to 0.16, 3 bits 0.16 to 0.24.
+_MOST_ROUNDED = 0.2
 # What a rounding leaves lies on a grid of so many steps at most, in each run of neighbours:
 # 8 bits as far as float32 tells, 5 bits as far as bfloat16 does.
 _FINE, _COARSE, _OFF, _OFF_A_STEP = 255, 31, 0.02, 3 * 2.0**-9
@@ -61,14 +54,13 @@ _BESIDE_ANSWERS = _BESIDE_MEMORIES - {
 }
 
 
-def fingerprint(model: nn.Module, dtype: torch.dtype = torch.bfloat16, of_answers: bool = False) -> str:
+def fingerprint(model: nn.Module, of_answers: bool = False) -> str:
     """Sixteen hexadecimal digits from a few values of every parameter, the same in float32 and bfloat16.
 
     Not in float16, which rounds float32's values to others before they are bfloat16's.
 
     Args:
         model: the model; parameters are read in the order of their names.
-        dtype: type that the values go through first, where another fingerprint was taken in it.
         of_answers: whether a reader's own parameters count, which change no memory.
     """
     digest = hashlib.sha256()
@@ -76,7 +68,7 @@ def fingerprint(model: nn.Module, dtype: torch.dtype = torch.bfloat16, of_answer
     for name, parameter in _of_answers(model) if of_answers else _of_memories(model):
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         values = _few_values(whole(_weight(model, name)))
-        parts.append(values.to(dtype).to(torch.bfloat16).float())
+        parts.append(values.to(torch.bfloat16).float())
     if parts:
         digest.update(torch.cat([part.cpu() for part in parts]).numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -194,19 +186,17 @@ def _few_values(tensor: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // 8)][:8]
 
 
-def sample(model: nn.Module, dtype: torch.dtype, of_kinds: bool = True) -> Tensor:
+def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
     """Runs of neighbouring values of some 16 parameters, spread over the model: (num_parameters, 2, 16) in float32.
 
     Args:
-        model: the model; nothing of it offloaded.
+        model: the model; nothing of it offloaded. Each kind of map and vector is among its parameters.
         dtype: type that the values go through first.
-        of_kinds: whether each kind of map and vector is among them; else matrices at an even stride, as checkpoints of
-            earlier versions have them.
     """
     kinds: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
-        if parameter.dim() > (0 if of_kinds else 1) and parameter.shape[-1] >= _RUN:
-            kinds.setdefault(re.sub(r"\d+", "", name) if of_kinds else "", []).append(parameter)
+    for name, parameter in _of_answers(model):
+        if parameter.shape[-1] >= _RUN:
+            kinds.setdefault(re.sub(r"\d+", "", name), []).append(parameter)
     count = min(max(_PARAMETERS, len(kinds)), sum(map(len, kinds.values())))
     runs = []
     # Kinds take turns, from the first layers to the last.
@@ -222,38 +212,40 @@ def sample(model: nn.Module, dtype: torch.dtype, of_kinds: bool = True) -> Tenso
 
 def sample_text(model: PreTrainedModel) -> str:
     """[`sample`] as text: base64 of the values in the model's type, 2.8 kB for 16 parameters in float32."""
-    dtype = model.dtype if model.dtype in (torch.bfloat16, torch.float16) else torch.float32
+    dtype = _sample_type(model.dtype)
     return base64.b64encode(sample(model, dtype).to(dtype).view(torch.uint8).numpy().tobytes()).decode()
 
 
-def rounding(model: nn.Module, recorded: str, dtype: torch.dtype, of_kinds: bool = True) -> tuple[float, str | None]:
-    """Measure the distance from the model that [`sample_text`] recorded, and name the rounding that explains it.
+def _sample_type(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+
+
+def rounding(model: nn.Module, recorded: str, dtype: torch.dtype) -> tuple[float, bool]:
+    """Measure the distance from the model that [`sample_text`] recorded, and tell whether a rounding explains it.
 
     Args:
         model: the model.
         recorded: what was recorded.
         dtype: the type of the model that it was recorded of.
-        of_kinds: as of [`sample`].
 
     Returns:
         root mean square of the difference, relative to that of the values, mean over the parameters that differ; and
-        its name, `None` where the values of neither model are rounded ones of the other's.
+        whether the values of one model are rounded ones of the other's. A cast is none: it has a sum of its own.
     """
-    stored_as = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+    stored_as = _sample_type(dtype)
     expected = torch.frombuffer(bytearray(base64.b64decode(recorded)), dtype=stored_as).float().view(-1, _RUNS, _RUN)
-    own = sample(model, torch.float32, of_kinds)
+    own = sample(model, torch.float32)
     if own.shape != expected.shape:
-        return float("inf"), None
+        return float("inf"), False
     found = own.to(stored_as).float()
     if found.equal(expected):
-        return 0.0, None
+        return 0.0, False
     size = expected.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
     errors = (found - expected).flatten(1).norm(dim=1) / size
     # Norms are left as they are where matrices are rounded.
     error = float(errors.sum() / errors.count_nonzero().clamp(min=1))
-    for kind in (torch.float16, torch.bfloat16):
-        if expected.to(kind).to(stored_as).float().equal(found):
-            return error, cast_name(kind)
+    if any(expected.to(kind).to(stored_as).float().equal(found) for kind in (torch.float16, torch.bfloat16)):
+        return error, False
     runs = own.flatten(0, 1), expected.flatten(0, 1)
     differ = (found != expected).any(dim=2).flatten()
     explained = []
@@ -261,13 +253,7 @@ def rounding(model: nn.Module, recorded: str, dtype: torch.dtype, of_kinds: bool
     for rounded, other in (runs, runs[::-1]):
         taken = (rounded - other)[differ].square().mean(dim=1).sqrt() / _steps(rounded[differ])
         explained.append(float(((taken > _TAKEN[0]) & (taken < _TAKEN[1])).float().mean()))
-    name = next((name for most, name in _ROUNDINGS if error <= most), None)
-    return error, name if max(explained) > 0.4 else None
-
-
-def cast_name(dtype: torch.dtype) -> str:
-    """A cast in words."""
-    return f"a cast to {str(dtype).removeprefix('torch.')}"
+    return error, error <= _MOST_ROUNDED and max(explained) > 0.4
 
 
 def _steps(runs: Tensor) -> Tensor:

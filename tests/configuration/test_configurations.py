@@ -46,10 +46,14 @@ WRONG = [
     ("trainable_parameters", [], "at least one"),
     ("decoder_config", "meta-llama/Llama-3.2-1B", "PreTrainedConfig or a dict with `model_type`"),
     ("decoder_config", {"hidden_size": 32}, "PreTrainedConfig or a dict with `model_type`"),
-    ("external_weights", ["decoder"], "'repo_id', 'revision', 'fingerprint', 'dtype'"),
-    ("external_weights", {"decoder": "HuggingFaceTB/SmolLM2-135M"}, "'repo_id', 'revision', 'fingerprint', 'dtype'"),
-    ("external_weights", {"decoder": {"repo_id": "me/base"}}, "'repo_id', 'revision', 'fingerprint', 'dtype'"),
-    ("external_weights", {"base": {}}, "'repo_id', 'revision', 'fingerprint', 'dtype'"),
+    ("external_weights", ["decoder"], "'repo_id', 'revision', 'weights', 'samples', 'dtype'"),
+    (
+        "external_weights",
+        {"decoder": "HuggingFaceTB/SmolLM2-135M"},
+        "'repo_id', 'revision', 'weights', 'samples', 'dtype'",
+    ),
+    ("external_weights", {"decoder": {"repo_id": "me/base"}}, "'repo_id', 'revision', 'weights', 'samples', 'dtype'"),
+    ("external_weights", {"base": {}}, "'repo_id', 'revision', 'weights', 'samples', 'dtype'"),
     ("encoder_config", 3, "PreTrainedConfig or a dict with `model_type`"),
 ]
 WRONG_LORA = [

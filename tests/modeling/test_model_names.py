@@ -39,8 +39,6 @@ def test_a_fingerprint_does_not_depend_on_the_type_but_on_every_weight(method_ca
     model = method_cases["mean_pooling"].build()
     expected = fingerprint(model)
     assert fingerprint(copy.deepcopy(model).to(torch.bfloat16)) == expected
-    half = copy.deepcopy(model).to(torch.float16)
-    assert fingerprint(half) == fingerprint(model, torch.float16)
     for name, parameter in model.named_parameters():
         before = parameter.detach().clone()
         parameter.data = parameter.data * 1.5 + 1
