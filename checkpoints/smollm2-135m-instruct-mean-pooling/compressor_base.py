@@ -5905,6 +5905,115 @@ class CompressorPreTrainedModel(PreTrainedModel):
         return prompt_embeds(memory, tokenizer, messages, self)
 
 
+class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
+    """A compressor whose base, a causal language model, stays as it is: what trains beside it is float32."""
+
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    trains_base = False
+
+    def post_init(self) -> None:
+        super().post_init()
+        # What trains is loaded in float32 whatever type the rest is loaded in; the backbone names most of its parts.
+        names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+        names = [name for name in names if not self._keep_in_fp32_modules_strict & set(name.split("."))]
+        self._keep_in_fp32_modules_strict |= {f"^{re.escape(name)}$" for name in names}
+        if getattr(self.config, "quantization_config", None) is not None:
+            # The library's quantizers leave these as they are.
+            self._keep_in_fp32_modules |= {re.escape(path) for path in own_modules(self)}
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        model = super()._from_config(config, **kwargs)
+        # As `from_pretrained` leaves them.
+        kept = set(model.base_model._keep_in_fp32_modules_strict)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad or kept & set(name.split(".")):
+                parameter.data = parameter.data.float()
+        return model
+
+    def apply_trainable_set(self) -> None:
+        super().apply_trainable_set()
+        for module in self.modules():
+            if isinstance(module, PreTrainedModel) and not isinstance(module, CompressorPreTrainedModel):
+                note_trained_weights(module)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=getattr(self.config.decoder_config, "initializer_range", 0.02))
+            if module.bias is not None:
+                init.zeros_(module.bias)
+
+    @torch.no_grad()
+    def load_base_weights(self, base: PreTrainedModel, encoder: PreTrainedModel | None = None) -> None:
+        """See [`CompressorPreTrainedModel.load_base_weights`]; without `encoder`, one of its own copies the base."""
+        backbone = self.base_model
+        source = base.base_model
+        device, dtype = base.device, base.dtype
+        backbone.take_base(source)
+        if backbone.encoder_model is not None:
+            share_weights(backbone.encoder_model, encoder or source, copied=encoder is None)
+        if self.get_output_embeddings() is not None:
+            self.get_output_embeddings().weight = base.get_output_embeddings().weight
+        # In the order of the modules: a seed must give the same start values in every process.
+        fresh: dict[str, None] = {}
+        for path, module in list(self.named_modules()):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.is_meta:
+                    setattr(
+                        module, name, nn.Parameter(torch.empty_like(parameter, device=device, dtype=torch.float32))
+                    )
+                    fresh[path] = None
+        for path in fresh:
+            if ".lora_" not in path:
+                # The backbone knows its own parts' start values.
+                backbone._init_weights(self.get_submodule(path))
+        initialize_lora(self)
+        self.tie_weights()
+        self.apply_trainable_set()
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        backbone.start_from_base()
+        self.config.dtype = dtype
+        self.generation_config = copy.deepcopy(getattr(base, "generation_config", None) or GenerationConfig())
+
+    def merge_adapters(self) -> None:
+        """Add the adapters to the weights they sit on, so that inference needs no `peft`.
+
+        A shared base becomes two models, one for the encoder and one for the decoder, which takes twice the memory; a
+        warning says so. With a `shared_adapter` alone it stays one. What else trains goes on training.
+        """
+        backbone, config = self.base_model, self.config
+        check_adapters(self)
+        if config.encoder_lora is not None or config.decoder_lora is not None:
+            if getattr(config, "quantization_config", None) is not None:
+                raise ValueError(
+                    "adapters cannot be merged into quantized weights: load the checkpoint unquantized first"
+                )
+            # Most weights are the base's no more.
+            remember_base(self, None)
+            is_one_model = config.shared_adapter and config.decoder_adapter is None
+            if config.has_encoder and backbone.encoder_model is None and not is_one_model:
+                logger_of_base_weights.warning("merge_adapters: encoder and decoder become two copies of the base, twice the memory")
+                backbone.encoder_model = copy.deepcopy(backbone.language_model)
+                config.encoder_config = copy.deepcopy(config.decoder_config)
+            if backbone.encoder_model is not None:
+                merge_lora(backbone.encoder_model, ENCODER)
+            merge_lora(backbone.language_model, DECODER)
+            config.encoder_lora = config.decoder_lora = None
+            config.shared_adapter = False
+            if config.trainable_parameters is not None:
+                names = [f"model.{name}" if self is backbone else name for name, _ in self.named_parameters()]
+                # None left is an empty list: `None` would be the method's own set.
+                config.trainable_parameters = [
+                    pattern
+                    for pattern in config.trainable_parameters
+                    if any(re.search(pattern, name) for name in names)
+                ]
+        self.apply_trainable_set()
+
+
 # compressor/backbone.py
 
 # Pads for each token of a pass.
@@ -6266,124 +6375,336 @@ class CompressorHead(CompressorPreTrainedModel):
         return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
 
 
-# compressor/decoder_only.py
+# compressor/modeling_compressor.py
 
-class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
-    """A compressor whose base, a causal language model, stays as it is: what trains beside it is float32."""
+# What a compressor may learn beside a method's own parts.
+_COMMON_PARTS = ("task_embeddings", "marker_embeddings", "residual_map")
 
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    trains_base = False
 
-    def post_init(self) -> None:
-        super().post_init()
-        # What trains is loaded in float32 whatever type the rest is loaded in; the backbone names most of its parts.
-        names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
-        names = [name for name in names if not self._keep_in_fp32_modules_strict & set(name.split("."))]
-        self._keep_in_fp32_modules_strict |= {f"^{re.escape(name)}$" for name in names}
-        if getattr(self.config, "quantization_config", None) is not None:
-            # The library's quantizers leave these as they are.
-            self._keep_in_fp32_modules |= {re.escape(path) for path in own_modules(self)}
+class _BaseAlone(threading.local):
+    """Whether this thread wants the base without adapters."""
 
-    @classmethod
-    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
-        model = super()._from_config(config, **kwargs)
-        # As `from_pretrained` leaves them.
-        kept = set(model.base_model._keep_in_fp32_modules_strict)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad or kept & set(name.split(".")):
-                parameter.data = parameter.data.float()
-        return model
+    def __init__(self) -> None:
+        self.wanted = False
 
-    def apply_trainable_set(self) -> None:
-        super().apply_trainable_set()
-        for module in self.modules():
-            if isinstance(module, PreTrainedModel) and not isinstance(module, CompressorPreTrainedModel):
-                note_trained_weights(module)
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), ()
+
+
+class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
+    r"""
+    Encoder, method parts and decoder backbone of a compressor; a method adds `encode` and its parts.
+
+    `forward` returns `last_hidden_state` aligned with `input_ids` (batch_size, num_text_tokens, hidden_size): the
+    slots' states are cut off, so any trainer that runs the backbone and then the LM head works without change.
+
+    Args:
+        config ([`CompressorConfig`]): the configuration.
+    """
+
+    # The method's own modules and parameters, by name: they train, and are float32.
+    method_parts: tuple[str, ...] = ()
+    # Types of language models that it is tested on.
+    checked_architectures: tuple[str, ...] = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
+    # The LM head of a full checkpoint is not part of the backbone.
+    _keys_to_ignore_on_load_unexpected = [r"lm_head\.weight"]
+
+    def __init__(self, config: CompressorConfig):
+        super().__init__(config)
+        self._keep_in_fp32_modules_strict = ["lora_A", "lora_B", *_COMMON_PARTS, *self.method_parts]
+        dtype = torch.get_default_dtype()
+        for part in (config.decoder_config, config.encoder_config):
+            if part is not None and part.model_type not in self.checked_architectures:
+                logger_of_base_weights.warning_once(
+                    f"{part.model_type!r} is not among the architectures that compressors are tested on, "
+                    f"{list(self.checked_architectures)}: it may ignore a bidirectional mask, or place slots wrongly"
+                )
+        self.language_model = AutoModel.from_config(config.decoder_config, dtype=dtype)
+        self.encoder_model = None
+        if config.encoder_config is not None:
+            self.encoder_model = AutoModel.from_config(config.encoder_config, dtype=dtype)
+        if config.encoder_lora is not None and config.shared_adapter:
+            inject_lora(self.language_model, SHARED, config.encoder_lora)
+        elif config.encoder_lora is not None:
+            inject_lora(self.encoder_backbone, ENCODER, config.encoder_lora, self.encoder_lora_exclusions())
+        if config.decoder_adapter is not None:
+            inject_lora(self.language_model, DECODER, config.decoder_adapter)
+        self.task_embeddings = None
+        if config.task_token_ids:
+            self.task_embeddings = nn.Parameter(torch.zeros(len(config.task_token_ids), config.hidden_size))
+        self.marker_embeddings = None
+        if config.markers_per_chunk:
+            self.marker_embeddings = nn.Parameter(torch.zeros(config.markers_per_chunk, config.hidden_size))
+        self.residual_map = None
+        if config.embedding_residual and not config.maps_slots:
+            self.residual_map = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self._base_alone = _BaseAlone()
+
+    @property
+    def method_parameters(self) -> tuple[str, ...]:
+        """Patterns of what trains: adapters, task tokens, markers, the residual's map and the method's parts."""
+        parts = "|".join((*_COMMON_PARTS, *self.method_parts))
+        return rf"\.lora_[AB]\.({'|'.join(OWN_ADAPTERS)})\.", rf"(^|\.)({parts})(\.|$)"
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            init.normal_(module.weight, std=getattr(self.config.decoder_config, "initializer_range", 0.02))
-            if module.bias is not None:
-                init.zeros_(module.bias)
+        if module is self.residual_map:
+            init.zeros_(module.weight)
+            return
+        super()._init_weights(module)
+        for own in (self.task_embeddings, self.marker_embeddings) if module is self else ():
+            if own is not None:
+                self._init_like_embeddings(own, self.language_model)
 
-    @torch.no_grad()
-    def load_base_weights(self, base: PreTrainedModel, encoder: PreTrainedModel | None = None) -> None:
-        """See [`CompressorPreTrainedModel.load_base_weights`]; without `encoder`, one of its own copies the base."""
-        backbone = self.base_model
-        source = base.base_model
-        device, dtype = base.device, base.dtype
-        backbone.take_base(source)
-        if backbone.encoder_model is not None:
-            share_weights(backbone.encoder_model, encoder or source, copied=encoder is None)
-        if self.get_output_embeddings() is not None:
-            self.get_output_embeddings().weight = base.get_output_embeddings().weight
-        # In the order of the modules: a seed must give the same start values in every process.
-        fresh: dict[str, None] = {}
-        for path, module in list(self.named_modules()):
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if parameter.is_meta:
-                    setattr(
-                        module, name, nn.Parameter(torch.empty_like(parameter, device=device, dtype=torch.float32))
-                    )
-                    fresh[path] = None
-        for path in fresh:
-            if ".lora_" not in path:
-                # The backbone knows its own parts' start values.
-                backbone._init_weights(self.get_submodule(path))
-        initialize_lora(self)
-        self.tie_weights()
-        self.apply_trainable_set()
-        for parameter in self.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-        backbone.start_from_base()
-        self.config.dtype = dtype
-        self.generation_config = copy.deepcopy(getattr(base, "generation_config", None) or GenerationConfig())
+    def take_base(self, source: Any) -> None:
+        """Put the weights of a base without its LM head into the language model."""
+        share_weights(self.language_model, source)
 
-    def merge_adapters(self) -> None:
-        """Add the adapters to the weights they sit on, so that inference needs no `peft`.
+    def start_from_base(self) -> None:
+        """Give parts that start from the base's own weights their values; by default there are none."""
 
-        A shared base becomes two models, one for the encoder and one for the decoder, which takes twice the memory; a
-        warning says so. With a `shared_adapter` alone it stays one. What else trains goes on training.
+    @property
+    def encoder_backbone(self) -> PreTrainedModel:
+        """The language model that encodes: its own weights, or the decoder's."""
+        return self.language_model if self.encoder_model is None else self.encoder_model
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.language_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.language_model.set_input_embeddings(value)
+
+    # --- the encoder ---
+
+    def encoder_lora_exclusions(self) -> list[str]:
+        """Paths of the encoder's maps that get no adapter although the configuration's targets name them."""
+        return []
+
+    def encoder_states(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Last hidden states `(num_chunks, num_tokens, hidden_size)`; arguments as `encoder_outputs`."""
+        return self.encoder_outputs(*args, **kwargs).last_hidden_state
+
+    def encoder_outputs(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """One pass of the encoder with its adapter.
+
+        Args:
+            input_ids: `(num_chunks, num_tokens)`, or else `inputs_embeds`.
+            attention_mask: same shape, or a mask in the backbone's own form.
+            position_ids: same shape.
+            inputs_embeds: `(num_chunks, num_tokens, hidden_size)`.
+            cache: what its layers read in front, or write to.
+            kwargs: handed to the backbone; `is_full` and `is_right_padded` to [`run_backbone`].
         """
-        backbone, config = self.base_model, self.config
-        check_adapters(self)
-        if config.encoder_lora is not None or config.decoder_lora is not None:
-            if getattr(config, "quantization_config", None) is not None:
+        inputs: dict[str, Any]
+        inputs = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+        if cache is not None:
+            kwargs[CACHE] = cache
+        inputs |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
+        with self._adapter(self.encoder_backbone, ENCODER):
+            return run_backbone(self.encoder_backbone, **inputs, **kwargs)
+
+    # --- slots ---
+
+    def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
+        slots = self.encode(chunks, ratios, **beside)
+        if not self.config.embedding_residual:
+            return slots
+        chosen = [chunks.selected_ratios if isinstance(ratio, str) else ratio for ratio in ratios]
+        embeddings = self._embed_text(chunks.input_ids).float()
+        return [self._with_residual(*pair, embeddings, chunks) for pair in zip(slots, chosen, strict=True)]
+
+    def _with_residual(self, slots: Any, ratio: Any, embeddings: Tensor, chunks: Chunks) -> Tensor:
+        """z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), W = 0 at the start."""
+        own = slots.float()
+        mask = chunks.attention_mask
+        if self.residual_map is not None:
+            squares = (embeddings.square().mean(dim=-1) * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+            with torch.autocast(own.device.type, enabled=False):
+                own = functional.rms_norm(own, own.shape[-1:], eps=1e-6) * squares.sqrt()[:, None, None]
+                own = self.residual_map(own)
+        pooled = mean_pool(embeddings, mask, ratio, chunks.lengths)[0]
+        pooled = pooled * window_sizes(mask.sum(dim=1), ratio, pooled.shape[1]).sqrt()[:, :, None]
+        # A fixed number of memory tokens may be more or fewer than windows.
+        width = own.shape[1]
+        pooled = functional.pad(pooled, (0, 0, 0, max(0, width - pooled.shape[1])))[:, :width]
+        return (own + pooled).to(slots.dtype)
+
+    # --- adapters ---
+
+    def _adapter(self, backbone: PreTrainedModel, name: str) -> AbstractContextManager[None]:
+        return in_base_precision(backbone, use_adapter(backbone, None if self._base_alone.wanted else name))
+
+    @contextmanager
+    def base_language_model(self) -> Iterator[None]:
+        """Inside this block the adapters are off: without a context, `forward` is the untouched base model's.
+
+        Other threads that use the model meanwhile, also those that are started in the block, have their adapters on.
+        """
+        before, self._base_alone.wanted = self._base_alone.wanted, True
+        try:
+            yield
+        finally:
+            self._base_alone.wanted = before
+
+    def _replicate_for_data_parallel(self) -> CompressorModel:
+        replica = super()._replicate_for_data_parallel()
+        # Replicas work in threads of their own, and for the thread that makes them.
+        replica._base_alone = SimpleNamespace(wanted=self._base_alone.wanted)
+        return replica
+
+    # --- the decoder ---
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        context_input_ids: Tensor | None = None,
+        context_attention_mask: Tensor | None = None,
+        memory: CompressedContext | None = None,
+        ratio: int | str | Tensor | None = None,
+        use_cache: bool | None = None,
+        text_position_offset: Tensor | None = None,
+        context_chunk_lengths: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        r"""
+        Read slots and text.
+
+        Args:
+            input_ids: Text `(batch_size, num_text_tokens)`: task token or BOS, question, answer.
+            attention_mask: `(batch_size, num_text_tokens)`; pads may stand on either side. With a cache it covers the
+                text in the cache, too.
+            position_ids: `(batch_size, num_text_tokens)`, counted within the text; pads do not count.
+            cache: A cache. One that holds slots already goes with their memory or context, and with
+                `text_position_offset`.
+            context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first.
+            context_attention_mask: Their mask.
+            memory: Contexts that are already compressed; one row serves any number of texts.
+            ratio: Ratio for `context_input_ids`, as in `compress`; beside a memory, its own or none.
+            use_cache: Whether to return the cache; as the configuration says if not given.
+            text_position_offset: `(batch_size,)`, position of the first text token; computed from the memory and the
+                text's task token if not given.
+            context_chunk_lengths: `(batch_size, num_passages)`, the `chunk_lengths` of the contexts, as in `compress`.
+            past_key_values: An older name of `cache`.
+            labels: `(batch_size, num_text_tokens)`, the text's; only their values are checked here.
+            kwargs: What the method reads beside contexts, and else handed to the language model.
+
+        Returns:
+            `last_hidden_state` of shape `(batch_size, num_text_tokens, hidden_size)`, and the cache.
+
+        Raises:
+            TypeError: ids, positions, a ratio, a memory or a cache that are none, or a misspelt argument.
+            ValueError: context and memory together, a ratio or mask of contexts where there is none to compress, a
+                text row without tokens, unknown token ids or labels, a mask of the wrong shape, a memory of
+                another model, width or batch size, or a filled cache in training with gradient checkpointing.
+        """
+        check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
+        if input_ids is None:
+            raise ValueError(
+                "`input_ids` are needed, the text that follows the slots (`inputs_embeds` is not supported)"
+            )
+        check_keywords(kwargs)
+        if kwargs.pop("inputs_embeds", None) is not None:
+            raise ValueError("`inputs_embeds` is not supported: give `input_ids`")
+        beside = self.beside_contexts(kwargs)
+        if beside and context_input_ids is None:
+            raise ValueError(f"`{'`, `'.join(beside)}` must come with `context_input_ids`, and there are none")
+        check_ids("input_ids", input_ids)
+        check_integers("position_ids", position_ids, tuple(input_ids.shape), (1, input_ids.shape[1]))
+        check_integers("text_position_offset", text_position_offset, (len(input_ids),), (1,))
+        # The first is no target of any token.
+        targets = check_labels(labels, input_ids)
+        targets = None if targets is None else targets[:, 1:]
+        cache = one_cache(cache, past_key_values)
+        is_cached = cache is not None and bool(cache.get_seq_length())
+        # Checkpointed layers take no cache that is written to, and would silently do without the memory in it.
+        if self.training and any(getattr(m, "gradient_checkpointing", False) for m in self.language_model.modules()):
+            if is_cached:
+                raise ValueError("in training with gradient checkpointing layers read no filled `cache`")
+            cache, use_cache = None, False
+        context, sequence = None, None
+        if context_input_ids is not None:
+            given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
+            context = self.context_rows(*given)
+        if is_cached:
+            if targets is not None:
+                check_targets(targets, self.config.vocab_size)
+            if context is not None:
+                check_together(context)
+                memory = self.compress_rows(context, [ratio], **beside)[0]
+            if memory is None and (number := num_cached_slots(cache)):
                 raise ValueError(
-                    "adapters cannot be merged into quantized weights: load the checkpoint unquantized first"
+                    f"`cache` holds the {number} slots of a memory: give the memory, too, and "
+                    "`text_position_offset`, where the text starts"
                 )
-            # Most weights are the base's no more.
-            remember_base(self, None)
-            is_one_model = config.shared_adapter and config.decoder_adapter is None
-            if config.has_encoder and backbone.encoder_model is None and not is_one_model:
-                logger_of_base_weights.warning("merge_adapters: encoder and decoder become two copies of the base, twice the memory")
-                backbone.encoder_model = copy.deepcopy(backbone.language_model)
-                config.encoder_config = copy.deepcopy(config.decoder_config)
-            if backbone.encoder_model is not None:
-                merge_lora(backbone.encoder_model, ENCODER)
-            merge_lora(backbone.language_model, DECODER)
-            config.encoder_lora = config.decoder_lora = None
-            config.shared_adapter = False
-            if config.trainable_parameters is not None:
-                names = [f"model.{name}" if self is backbone else name for name, _ in self.named_parameters()]
-                # None left is an empty list: `None` would be the method's own set.
-                config.trainable_parameters = [
-                    pattern
-                    for pattern in config.trainable_parameters
-                    if any(re.search(pattern, name) for name in names)
-                ]
-        self.apply_trainable_set()
+            reading = (position_ids, memory, text_position_offset)
+            inputs = self.next_inputs(input_ids, attention_mask, *reading, cache)
+        else:
+            # One that has been emptied may have held a memory.
+            note_cached_pairs(cache, None)
+            text, joined = self.text_rows(input_ids, attention_mask), None
+            text.targets = targets
+            if context is not None and cache is None and use_cache is not True:
+                joined = self.joint_inputs(text, context, ratio, position_ids, text_position_offset, beside)
+            if joined is not None:
+                inputs, sequence = joined
+                use_cache = False
+            else:
+                memory, is_full, longest = self._checked_memory(text, memory, context, ratio, beside)
+                # A cache's places are counted by the memory's.
+                width = longest if cache is None and use_cache is False else None
+                inputs, sequence = self.first_inputs(text, position_ids, memory, text_position_offset, is_full, width)
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if memory is not None and memory.carrier == "key_values" and not is_cached:
+            cache = self.cache_of_slots(memory, is_full, cache, use_cache)
+        return_dict = kwargs.pop("return_dict", None)
+        for name in ("output_hidden_states", "output_attentions"):
+            kwargs.setdefault(name, getattr(self.config, name))
+        inputs |= {CACHE: cache, "use_cache": use_cache}
+        with self._adapter(self.language_model, DECODER):
+            outputs = run_backbone(self.language_model, **inputs, **kwargs)
+        if not is_cached:
+            note_cached_slots(getattr(outputs, CACHE), 0 if memory is None else memory.attention_mask.shape[1])
+        if not use_cache:
+            # Some backbones hand back the cache that they were given; a field that is set cannot be taken out again.
+            outputs = type(outputs)(**{name: value for name, value in outputs.items() if name != CACHE})
+        if sequence is not None:
+            sequence.cut_to_text(outputs)
+        return outputs if return_dict in (None, True) else outputs.to_tuple()
 
+    def _checked_memory(
+        self,
+        text: TokenRows,
+        memory: CompressedContext | None,
+        context: TokenRows | None,
+        ratio: Any,
+        beside: dict[str, Any],
+    ) -> tuple[CompressedContext | None, bool, int | None]:
+        """Check a text and what stands in front of it by one wait for the device; compress a context."""
+        if memory is not None:
+            return check_text_and_memory(text, memory, self)
+        check_together(*[text] if context is None else [context, text])
+        if context is None:
+            return None, True, None
+        memory = self.compress_rows(context, [ratio], **beside)[0]
+        counts = memory.slot_counts
+        memory = check_memory(memory, self, text.input_ids)
+        of_rows = counts * (len(text.lengths) // len(counts))
+        longest = max(num_slots + length for num_slots, length in zip(of_rows, text.lengths, strict=True))
+        return memory, min(counts) == max(counts), longest
 
-# compressor/slot_reading.py
-
-class SlotReader(CompressorBackbone):
-    """The part of [`CompressorModel`] that stands between memories and its language model."""
-
-    # One vector for each of the configuration's task tokens.
-    task_embeddings: nn.Parameter | None
+    # --- what the language model reads ---
 
     def joint_inputs(
         self,
@@ -6579,336 +6900,6 @@ def _as_long_as(cache: Cache, attention_mask: Tensor) -> Tensor:
         return attention_mask
     length = max(layer.max_cache_len for layer in cache.layers)
     return functional.pad(attention_mask, (0, max(0, length - attention_mask.shape[1])))
-
-
-# compressor/modeling_compressor.py
-
-# What a compressor may learn beside a method's own parts.
-_COMMON_PARTS = ("task_embeddings", "marker_embeddings", "residual_map")
-
-
-class _BaseAlone(threading.local):
-    """Whether this thread wants the base without adapters."""
-
-    def __init__(self) -> None:
-        self.wanted = False
-
-    def __reduce__(self) -> tuple[type, tuple]:
-        return type(self), ()
-
-
-class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
-    r"""
-    Encoder, method parts and decoder backbone of a compressor; a method adds `encode` and its parts.
-
-    `forward` returns `last_hidden_state` aligned with `input_ids` (batch_size, num_text_tokens, hidden_size): the
-    slots' states are cut off, so any trainer that runs the backbone and then the LM head works without change.
-
-    Args:
-        config ([`CompressorConfig`]): the configuration.
-    """
-
-    # The method's own modules and parameters, by name: they train, and are float32.
-    method_parts: tuple[str, ...] = ()
-    # Types of language models that it is tested on.
-    checked_architectures: tuple[str, ...] = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
-    # The LM head of a full checkpoint is not part of the backbone.
-    _keys_to_ignore_on_load_unexpected = [r"lm_head\.weight"]
-
-    def __init__(self, config: CompressorConfig):
-        super().__init__(config)
-        self._keep_in_fp32_modules_strict = ["lora_A", "lora_B", *_COMMON_PARTS, *self.method_parts]
-        dtype = torch.get_default_dtype()
-        for part in (config.decoder_config, config.encoder_config):
-            if part is not None and part.model_type not in self.checked_architectures:
-                logger_of_base_weights.warning_once(
-                    f"{part.model_type!r} is not among the architectures that compressors are tested on, "
-                    f"{list(self.checked_architectures)}: it may ignore a bidirectional mask, or place slots wrongly"
-                )
-        self.language_model = AutoModel.from_config(config.decoder_config, dtype=dtype)
-        self.encoder_model = None
-        if config.encoder_config is not None:
-            self.encoder_model = AutoModel.from_config(config.encoder_config, dtype=dtype)
-        if config.encoder_lora is not None and config.shared_adapter:
-            inject_lora(self.language_model, SHARED, config.encoder_lora)
-        elif config.encoder_lora is not None:
-            inject_lora(self.encoder_backbone, ENCODER, config.encoder_lora, self.encoder_lora_exclusions())
-        if config.decoder_adapter is not None:
-            inject_lora(self.language_model, DECODER, config.decoder_adapter)
-        self.task_embeddings = None
-        if config.task_token_ids:
-            self.task_embeddings = nn.Parameter(torch.zeros(len(config.task_token_ids), config.hidden_size))
-        self.marker_embeddings = None
-        if config.markers_per_chunk:
-            self.marker_embeddings = nn.Parameter(torch.zeros(config.markers_per_chunk, config.hidden_size))
-        self.residual_map = None
-        if config.embedding_residual and not config.maps_slots:
-            self.residual_map = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self._base_alone = _BaseAlone()
-
-    @property
-    def method_parameters(self) -> tuple[str, ...]:
-        """Patterns of what trains: adapters, task tokens, markers, the residual's map and the method's parts."""
-        parts = "|".join((*_COMMON_PARTS, *self.method_parts))
-        return rf"\.lora_[AB]\.({'|'.join(OWN_ADAPTERS)})\.", rf"(^|\.)({parts})(\.|$)"
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if module is self.residual_map:
-            init.zeros_(module.weight)
-            return
-        super()._init_weights(module)
-        for own in (self.task_embeddings, self.marker_embeddings) if module is self else ():
-            if own is not None:
-                self._init_like_embeddings(own, self.language_model)
-
-    def take_base(self, source: Any) -> None:
-        """Put the weights of a base without its LM head into the language model."""
-        share_weights(self.language_model, source)
-
-    def start_from_base(self) -> None:
-        """Give parts that start from the base's own weights their values; by default there are none."""
-
-    @property
-    def encoder_backbone(self) -> PreTrainedModel:
-        """The language model that encodes: its own weights, or the decoder's."""
-        return self.language_model if self.encoder_model is None else self.encoder_model
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.language_model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.language_model.set_input_embeddings(value)
-
-    # --- the encoder ---
-
-    def encoder_lora_exclusions(self) -> list[str]:
-        """Paths of the encoder's maps that get no adapter although the configuration's targets name them."""
-        return []
-
-    def encoder_states(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Last hidden states `(num_chunks, num_tokens, hidden_size)`; arguments as `encoder_outputs`."""
-        return self.encoder_outputs(*args, **kwargs).last_hidden_state
-
-    def encoder_outputs(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        cache: Cache | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """One pass of the encoder with its adapter.
-
-        Args:
-            input_ids: `(num_chunks, num_tokens)`, or else `inputs_embeds`.
-            attention_mask: same shape, or a mask in the backbone's own form.
-            position_ids: same shape.
-            inputs_embeds: `(num_chunks, num_tokens, hidden_size)`.
-            cache: what its layers read in front, or write to.
-            kwargs: handed to the backbone; `is_full` and `is_right_padded` to [`run_backbone`].
-        """
-        inputs: dict[str, Any]
-        inputs = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
-        if cache is not None:
-            kwargs[CACHE] = cache
-        inputs |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
-        with self._adapter(self.encoder_backbone, ENCODER):
-            return run_backbone(self.encoder_backbone, **inputs, **kwargs)
-
-    # --- slots ---
-
-    def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
-        slots = self.encode(chunks, ratios, **beside)
-        if not self.config.embedding_residual:
-            return slots
-        chosen = [chunks.selected_ratios if isinstance(ratio, str) else ratio for ratio in ratios]
-        embeddings = self._embed_text(chunks.input_ids).float()
-        return [self._with_residual(*pair, embeddings, chunks) for pair in zip(slots, chosen, strict=True)]
-
-    def _with_residual(self, slots: Any, ratio: Any, embeddings: Tensor, chunks: Chunks) -> Tensor:
-        """z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), W = 0 at the start."""
-        own = slots.float()
-        mask = chunks.attention_mask
-        if self.residual_map is not None:
-            squares = (embeddings.square().mean(dim=-1) * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-            with torch.autocast(own.device.type, enabled=False):
-                own = torch.nn.functional.rms_norm(own, own.shape[-1:], eps=1e-6) * squares.sqrt()[:, None, None]
-                own = self.residual_map(own)
-        pooled = mean_pool(embeddings, mask, ratio, chunks.lengths)[0]
-        pooled = pooled * window_sizes(mask.sum(dim=1), ratio, pooled.shape[1]).sqrt()[:, :, None]
-        # A fixed number of memory tokens may be more or fewer than windows.
-        width = own.shape[1]
-        pooled = torch.nn.functional.pad(pooled, (0, 0, 0, max(0, width - pooled.shape[1])))[:, :width]
-        return (own + pooled).to(slots.dtype)
-
-    # --- adapters ---
-
-    def _adapter(self, backbone: PreTrainedModel, name: str) -> AbstractContextManager[None]:
-        return in_base_precision(backbone, use_adapter(backbone, None if self._base_alone.wanted else name))
-
-    @contextmanager
-    def base_language_model(self) -> Iterator[None]:
-        """Inside this block the adapters are off: without a context, `forward` is the untouched base model's.
-
-        Other threads that use the model meanwhile, also those that are started in the block, have their adapters on.
-        """
-        before, self._base_alone.wanted = self._base_alone.wanted, True
-        try:
-            yield
-        finally:
-            self._base_alone.wanted = before
-
-    def _replicate_for_data_parallel(self) -> CompressorModel:
-        replica = super()._replicate_for_data_parallel()
-        # Replicas work in threads of their own, and for the thread that makes them.
-        replica._base_alone = SimpleNamespace(wanted=self._base_alone.wanted)
-        return replica
-
-    # --- the decoder ---
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Cache | None = None,
-        context_input_ids: Tensor | None = None,
-        context_attention_mask: Tensor | None = None,
-        memory: CompressedContext | None = None,
-        ratio: int | str | Tensor | None = None,
-        use_cache: bool | None = None,
-        text_position_offset: Tensor | None = None,
-        context_chunk_lengths: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        r"""
-        Read slots and text.
-
-        Args:
-            input_ids: Text `(batch_size, num_text_tokens)`: task token or BOS, question, answer.
-            attention_mask: `(batch_size, num_text_tokens)`; pads may stand on either side. With a cache it covers the
-                text in the cache, too.
-            position_ids: `(batch_size, num_text_tokens)`, counted within the text; pads do not count.
-            cache: A cache. One that holds slots already goes with their memory or context, and with
-                `text_position_offset`.
-            context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first.
-            context_attention_mask: Their mask.
-            memory: Contexts that are already compressed; one row serves any number of texts.
-            ratio: Ratio for `context_input_ids`, as in `compress`; beside a memory, its own or none.
-            use_cache: Whether to return the cache; as the configuration says if not given.
-            text_position_offset: `(batch_size,)`, position of the first text token; computed from the memory and the
-                text's task token if not given.
-            context_chunk_lengths: `(batch_size, num_passages)`, the `chunk_lengths` of the contexts, as in `compress`.
-            past_key_values: An older name of `cache`.
-            labels: `(batch_size, num_text_tokens)`, the text's; only their values are checked here.
-            kwargs: What the method reads beside contexts, and else handed to the language model.
-
-        Returns:
-            `last_hidden_state` of shape `(batch_size, num_text_tokens, hidden_size)`, and the cache.
-
-        Raises:
-            TypeError: ids, positions, a ratio, a memory or a cache that are none, or a misspelt argument.
-            ValueError: context and memory together, a ratio or mask of contexts where there is none to compress, a
-                text row without tokens, unknown token ids or labels, a mask of the wrong shape, a memory of
-                another model, width or batch size, or a filled cache in training with gradient checkpointing.
-        """
-        check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
-        if input_ids is None:
-            raise ValueError(
-                "`input_ids` are needed, the text that follows the slots (`inputs_embeds` is not supported)"
-            )
-        check_keywords(kwargs)
-        if kwargs.pop("inputs_embeds", None) is not None:
-            raise ValueError("`inputs_embeds` is not supported: give `input_ids`")
-        beside = self.beside_contexts(kwargs)
-        if beside and context_input_ids is None:
-            raise ValueError(f"`{'`, `'.join(beside)}` must come with `context_input_ids`, and there are none")
-        check_ids("input_ids", input_ids)
-        check_integers("position_ids", position_ids, tuple(input_ids.shape), (1, input_ids.shape[1]))
-        check_integers("text_position_offset", text_position_offset, (len(input_ids),), (1,))
-        # The first is no target of any token.
-        targets = check_labels(labels, input_ids)
-        targets = None if targets is None else targets[:, 1:]
-        cache = one_cache(cache, past_key_values)
-        is_cached = cache is not None and bool(cache.get_seq_length())
-        # Checkpointed layers take no cache that is written to, and would silently do without the memory in it.
-        if self.training and any(getattr(m, "gradient_checkpointing", False) for m in self.language_model.modules()):
-            if is_cached:
-                raise ValueError("in training with gradient checkpointing layers read no filled `cache`")
-            cache, use_cache = None, False
-        context, sequence = None, None
-        if context_input_ids is not None:
-            given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
-            context = self.context_rows(*given)
-        if is_cached:
-            if targets is not None:
-                check_targets(targets, self.config.vocab_size)
-            if context is not None:
-                check_together(context)
-                memory = self.compress_rows(context, [ratio], **beside)[0]
-            if memory is None and (number := num_cached_slots(cache)):
-                raise ValueError(
-                    f"`cache` holds the {number} slots of a memory: give the memory, too, and "
-                    "`text_position_offset`, where the text starts"
-                )
-            reading = (position_ids, memory, text_position_offset)
-            inputs = self.next_inputs(input_ids, attention_mask, *reading, cache)
-        else:
-            # One that has been emptied may have held a memory.
-            note_cached_pairs(cache, None)
-            text, joined = self.text_rows(input_ids, attention_mask), None
-            text.targets = targets
-            if context is not None and cache is None and use_cache is not True:
-                joined = self.joint_inputs(text, context, ratio, position_ids, text_position_offset, beside)
-            if joined is not None:
-                inputs, sequence = joined
-                use_cache = False
-            else:
-                memory, is_full, longest = self._checked_memory(text, memory, context, ratio, beside)
-                # A cache's places are counted by the memory's.
-                width = longest if cache is None and use_cache is False else None
-                inputs, sequence = self.first_inputs(text, position_ids, memory, text_position_offset, is_full, width)
-        use_cache = self.config.use_cache if use_cache is None else use_cache
-        if memory is not None and memory.carrier == "key_values" and not is_cached:
-            cache = self.cache_of_slots(memory, is_full, cache, use_cache)
-        return_dict = kwargs.pop("return_dict", None)
-        for name in ("output_hidden_states", "output_attentions"):
-            kwargs.setdefault(name, getattr(self.config, name))
-        inputs |= {CACHE: cache, "use_cache": use_cache}
-        with self._adapter(self.language_model, DECODER):
-            outputs = run_backbone(self.language_model, **inputs, **kwargs)
-        if not is_cached:
-            note_cached_slots(getattr(outputs, CACHE), 0 if memory is None else memory.attention_mask.shape[1])
-        if not use_cache:
-            # Some backbones hand back the cache that they were given; a field that is set cannot be taken out again.
-            outputs = type(outputs)(**{name: value for name, value in outputs.items() if name != CACHE})
-        if sequence is not None:
-            sequence.cut_to_text(outputs)
-        return outputs if return_dict in (None, True) else outputs.to_tuple()
-
-    def _checked_memory(
-        self,
-        text: TokenRows,
-        memory: CompressedContext | None,
-        context: TokenRows | None,
-        ratio: Any,
-        beside: dict[str, Any],
-    ) -> tuple[CompressedContext | None, bool, int | None]:
-        """Check a text and what stands in front of it by one wait for the device; compress a context."""
-        if memory is not None:
-            return check_text_and_memory(text, memory, self)
-        check_together(*[text] if context is None else [context, text])
-        if context is None:
-            return None, True, None
-        memory = self.compress_rows(context, [ratio], **beside)[0]
-        counts = memory.slot_counts
-        memory = check_memory(memory, self, text.input_ids)
-        of_rows = counts * (len(text.lengths) // len(counts))
-        longest = max(num_slots + length for num_slots, length in zip(of_rows, text.lengths, strict=True))
-        return memory, min(counts) == max(counts), longest
 
 
 # compressor/causal_lm.py

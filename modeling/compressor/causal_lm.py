@@ -20,10 +20,10 @@ from ..parts.base_precision import head_logits
 from ..parts.cache_name import CACHE, one_cache
 from ..parts.packing import left_padded
 from .backbone import CompressorHead
-from .decoder_only import DecoderOnlyPreTrainedModel
 from .input_checks import check_labels, check_logits_to_keep
 from .memory_checks import check_memory, check_source
 from .modeling_compressor import CompressorModel
+from .pretrained_compressor import DecoderOnlyPreTrainedModel
 from .serving import decoder_language_model
 from .token_rows import check_ids, check_no_new_pads, check_together, token_rows
 

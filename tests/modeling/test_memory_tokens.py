@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from context_compressors.evaluation.analysis.attention import attention_by_head
 from context_compressors.modeling.compressor import memory_token_compressor as memory_tokens
-from context_compressors.modeling.compressor import slot_reading as decoding
+from context_compressors.modeling.compressor import modeling_compressor as decoding
 from context_compressors.modeling.parts.cache_name import CACHE
 from context_compressors.modeling.parts.position_layout import encoder_position_ids
 
