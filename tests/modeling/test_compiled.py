@@ -7,15 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from tiny_bases import ids_of
+from tiny_models import METHODS, Case
 from transformers import CompileConfig
 
 from context_compressors.modeling.parts.lora import PASSES
 
+SETTINGS = [[Case(method, variant) for variant in ("easy", *method.hard)] for method in METHODS]
+# Each method in its first setting with an adapter.
+ADAPTED = [next(case for case in cases if {"encoder_lora", "decoder_lora"} & case.fields.keys()) for cases in SETTINGS]
+
 
 @pytest.mark.slow
-@pytest.mark.only(lambda case: any(name.endswith("lora") for name in case.fields))
-def test_a_compiled_model_reads_and_trains_as_an_eager_one(method_case, inputs):
-    check(method_case, inputs, "eager")
+@pytest.mark.parametrize("adapted", ADAPTED, ids=str)
+def test_a_compiled_model_reads_and_trains_as_an_eager_one(adapted, inputs):
+    check(adapted, inputs, "eager")
 
 
 @pytest.mark.slow

@@ -118,7 +118,13 @@ def test_a_stock_trainer_moves_what_trains_and_nothing_else(backbone_case, tmp_p
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 @pytest.mark.parametrize(
     "settings",
-    [{"gradient_checkpointing": True}, {"bf16": True}, {"gradient_accumulation_steps": 2}, {"packing": False}],
+    [
+        {"gradient_checkpointing": True},
+        {"bf16": True},
+        {"gradient_accumulation_steps": 2},
+        {"packing": False},
+        {"torch_compile": True, "torch_compile_backend": "eager"},
+    ],
     ids=str,
 )
 def test_the_trainers_usual_settings_work(form_case, tmp_path, settings):
