@@ -32,8 +32,8 @@ NOT_APPLICABLE = {
 }
 if GenerationTesterMixin is None:
     NOT_APPLICABLE["test_generation_tester_mixin_inheritance"] = "these sources lack GenerationTesterMixin"
-# The same of single methods: {(method, test): reason}.
-NOT_APPLICABLE_TO = {}
+# The same of single methods.
+NOT_APPLICABLE_TO = {(method.name, "test_training"): "nothing trains" for method in TRAINING_FREE}
 # Tests that get text alone, and why.
 WITHOUT_CONTEXT = {
     "test_attention_outputs": "attentions cover the slots, too",
