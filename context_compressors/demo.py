@@ -90,12 +90,7 @@ def read_pages(folder: Path = PAGES) -> list[Page]:
 
 
 def fetch_base(checkpoint: str | os.PathLike) -> None:
-    """Fetch the base of a light checkpoint, if it is not on this machine.
-
-    Raises:
-        ValueError: there is no checkpoint, or it is not a compressor on a decoder-only language model.
-        OSError: its base cannot be had.
-    """
+    """Fetch the base of a light checkpoint, if it is not on this machine."""
     folder = Path(checkpoint).expanduser()
     if not (folder / "config.json").is_file():
         raise ValueError(
@@ -115,9 +110,6 @@ def fastest_dtype(device: torch.device | str) -> torch.dtype:
     """bfloat16 where matrix products are faster in it than in float32, else float32.
 
     Processors with instructions for bfloat16 take half as long or less; on all others it takes several times as long.
-
-    Args:
-        device: where the model runs; it is measured there, in some milliseconds.
     """
     times = {dtype: _seconds(dtype, torch.device(device)) for dtype in (torch.float32, torch.bfloat16)}
     return min(times, key=times.__getitem__)
@@ -141,16 +133,7 @@ def _seconds(dtype: torch.dtype, device: torch.device) -> float:
 def load(
     checkpoint: str | os.PathLike, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> Pipeline:
-    """Load a checkpoint with the code in its own folder; its base is fetched first if need be.
-
-    Args:
-        checkpoint: its folder.
-        dtype: the type that the base computes in; the device's fastest when `None`.
-        device: where it runs; a GPU when `None` and there is one.
-
-    Raises:
-        ValueError, OSError: as `fetch_base`.
-    """
+    """Load a checkpoint with the code in its own folder; its base is fetched first if need be."""
     fetch_base(checkpoint)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return pipeline(
@@ -194,11 +177,7 @@ def page_lines(page: Page, readings: Sequence[Reading]) -> str:
 
 
 def summary_table(readings: Sequence[Sequence[Reading]]) -> str:
-    """All pages together: answers right, and the mean of what a page costs.
-
-    Args:
-        readings: for each page its readings, in one order.
-    """
+    """All pages together: answers right, and the mean of what a page costs."""
     rows = []
     for column in zip(*readings, strict=True):
         right = [mark for reading in column for mark in reading.right]
@@ -216,12 +195,7 @@ def summary_table(readings: Sequence[Sequence[Reading]]) -> str:
 
 
 def run(checkpoint: Path = CHECKPOINT, num_pages: int | None = None) -> None:
-    """Load a checkpoint, ask about each page, and print the answers and what they cost.
-
-    Args:
-        checkpoint: folder of the compressor.
-        num_pages: only the shortest pages, so many; all if not given.
-    """
+    """Load a checkpoint, ask about each page, and print the answers and what they cost."""
     print(f"load {checkpoint.name}", flush=True)
     # With its progress bar; those of everything that is quick would only hide what the demo shows.
     fetch_base(checkpoint)

@@ -60,12 +60,7 @@ class CorpusJob:
     options: dict[str, Any] = field(default_factory=dict)
 
     def parts(self) -> list[CorpusPart]:
-        """The parts to read, after a look at the store.
-
-        Raises:
-            ValueError: an input that cannot be read, a store that is there without `resume`, or one at another ratio
-                or in another type.
-        """
+        """The parts to read, after a look at the store."""
         parts = corpus_parts(self.inputs, self.columns)
         store = MemoryStore.find(self.store)
         if store is None:
@@ -81,12 +76,7 @@ class CorpusJob:
         return parts
 
     def rows(self, part: CorpusPart, report: CorpusReport | None = None) -> Iterator[Row]:
-        """The rows of a part that the store has not; of those that it has with another text, why they are not taken.
-
-        Args:
-            part: see [`corpus_parts`].
-            report: counts the rows that are left out, if given.
-        """
+        """The rows of a part that the store lacks; those that it has with another text have an error."""
         rows = read_part(part, self.columns)
         store = MemoryStore.find(self.store) if self.resume else None
         if store is None:
@@ -111,30 +101,13 @@ class CorpusJob:
 
 
 class RowCompressor:
-    """Makes rows of a store of a collection's rows: what a worker of either engine runs.
-
-    Args:
-        compressor: what compresses the texts.
-        keep_texts: whether the texts are kept.
-        store_form: of the store that the rows go to, if there is one already.
-    """
+    """Makes rows of a store of a collection's rows: what a worker of either engine runs."""
 
     def __init__(self, compressor: CorpusCompressor, keep_texts: bool, store_form: MemoryForm | None = None):
         self._compressor, self._keep_texts, self._store_form = compressor, keep_texts, store_form
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> pyarrow.Table:
-        """Compress some rows.
-
-        Args:
-            batch: columns of [`read_part`]'s rows.
-
-        Returns:
-            The columns of a store, and `error`: why a row could not be compressed, null for all others. Rows are in
-            another order.
-
-        Raises:
-            ValueError: a model that cannot be used, or not for the store that is there.
-        """
+        """Compress some rows."""
         form = self._compressor.form
         if self._store_form is not None:
             self._store_form.check(form)
@@ -184,11 +157,7 @@ class CorpusReport:
 
 
 def write_rows(place: str, table: pyarrow.Table) -> CorpusReport:
-    """Append what a [`RowCompressor`] returned to a store as one version; the store is made if it is not there.
-
-    Raises:
-        ValueError: the store is of another model, or in another type.
-    """
+    """Append what a [`RowCompressor`] returned to a store as one version; the store is made if it is not there."""
     failed = pyarrow.compute.is_valid(table["error"])
     errors = table.filter(failed).select(["id", "error"]).to_pydict()
     report = CorpusReport(failures=list(zip(errors["id"], errors["error"], strict=True)))
@@ -228,21 +197,7 @@ def write_rows(place: str, table: pyarrow.Table) -> CorpusReport:
 
 
 def compress_locally(job: CorpusJob, devices: Sequence[str]) -> Iterator[CorpusReport]:
-    """Compress a collection on this machine.
-
-    Args:
-        job: see [`CorpusJob`].
-        devices: of each worker, such as `["cuda:0", "cuda:1"]`, or `["cpu"] * 4`, which share the cores. A single one
-            works in this process.
-
-    Returns:
-        a report each time that a version is written, on what has been done since the last one. Nothing is done before
-        the first is asked for; a worker that dies is an `OSError` then, a model that cannot be used, or is not the
-        store's, a `ValueError`.
-
-    Raises:
-        ValueError: see `CorpusJob.parts`.
-    """
+    """Compress a collection on this machine."""
     return _reports(job, job.parts(), devices)
 
 

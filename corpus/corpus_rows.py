@@ -62,17 +62,7 @@ class CorpusPart:
 
 
 def corpus_parts(inputs: Sequence[str], columns: CorpusColumns) -> list[CorpusPart]:
-    """The parts of a collection, in order.
-
-    Args:
-        inputs: `.parquet`, `.jsonl` and text files, folders of these, and Hub data sets, `OWNER/NAME` or
-            `OWNER/NAME:SPLIT` ("train" if not given).
-        columns: see [`CorpusColumns`].
-
-    Raises:
-        ValueError: an input that is none of these, a missing column, or two files with one name where ids are made of
-            names.
-    """
+    """The parts of a collection, in order."""
     parts: list[CorpusPart] = []
     names: list[str] = []
     for source in inputs:

@@ -51,11 +51,7 @@ class MemoryForm:
 
     @classmethod
     def of(cls, memory: CompressedContext, dtype: str) -> MemoryForm:
-        """The form of memories like this one, kept in `dtype`.
-
-        Raises:
-            ValueError: another `dtype`, or a memory without `model_id` (it was made in training mode).
-        """
+        """The form of memories like this one, kept in `dtype`."""
         check_choice("dtype of a store:", dtype, STORE_DTYPES)
         if not memory.model_id:
             raise ValueError("a memory without `model_id` is not kept: call `model.eval()` before it is compressed")
@@ -72,11 +68,7 @@ class MemoryForm:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> MemoryForm:
-        """The form that `to_json` wrote.
-
-        Raises:
-            ValueError: an older or newer version of this package did.
-        """
+        """The form that `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
         version = fields.pop("format_version", 1)
         if version != FORMAT_VERSION:
@@ -89,11 +81,7 @@ class MemoryForm:
         return json.dumps({**asdict(self), "format_version": FORMAT_VERSION})
 
     def check(self, other: MemoryForm) -> None:
-        """Refuse memories of another form.
-
-        Raises:
-            ValueError: another model, width or layout, or without what the store keeps of each pair.
-        """
+        """Refuse memories of another form."""
         for name in ("model_id", "shape", "position_layout"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
@@ -151,15 +139,7 @@ class MemoryForm:
 
 
 def memory_columns(memory: CompressedContext, form: MemoryForm) -> dict[str, pyarrow.Array]:
-    """A memory's columns, but for id, text and metadata.
-
-    Args:
-        memory: its rows become rows; it is brought to the form's type, by rounding if need be.
-        form: see [`MemoryForm`].
-
-    Raises:
-        ValueError: a memory of another form, or values that are not finite or do not fit in the form's type.
-    """
+    """A memory's columns, but for id, text and metadata."""
     form.check(MemoryForm.of(memory, form.dtype))
     memory = memory.to("cpu")
     if form.dtype in QUANTIZATIONS:
@@ -242,13 +222,7 @@ def _by_slot(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _of_slots(slots: Tensor, form: MemoryForm, widths: Sequence[int]) -> Any:
-    """What `_by_slot` joined, `(batch_size, num_slots, entries of a slot)`: embeddings, or pairs of each layer.
-
-    Args:
-        slots: entries.
-        form: of the memory.
-        widths: entries of a slot's embedding, or of a head's key and its value.
-    """
+    """What `_by_slot` joined, `(batch_size, num_slots, entries of a slot)`: embeddings, or pairs of each layer."""
     if slots.dtype != torch.uint8:
         dtypes: list[torch.dtype] = [slots.dtype] * len(widths)
     else:

@@ -33,11 +33,7 @@ _LONGEST_STEM = 200
 
 
 def import_lance() -> Any:
-    """The module `lance`.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """The module `lance`."""
     try:
         import lance
     except ImportError as error:
@@ -213,9 +209,6 @@ class MemoryStore:
         """Append rows of `table_of` as one new version; those whose id is there already are left out.
 
         Any number of processes may do so at once: of rows with one id, one is kept.
-
-        Returns:
-            How many were appended.
         """
         if not len(table):
             return 0
@@ -274,11 +267,7 @@ class MemoryStore:
         return table.take([places[name] for name in ids])
 
     def verify(self) -> None:
-        """Compare all rows with their checksums.
-
-        Raises:
-            ValueError: memories that are not as they were written, named.
-        """
+        """Compare all rows with their checksums."""
         for batch in self._dataset.to_batches(batch_size=_ROWS_AT_ONCE):
             _check_sums(pyarrow.Table.from_batches([batch]))
 

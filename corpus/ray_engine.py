@@ -17,18 +17,7 @@ from .corpus_rows import CorpusPart
 
 
 def compress_with_ray(job: CorpusJob, address: str | None = None, workers: int | None = None) -> CorpusReport:
-    """Compress a collection on a Ray cluster, whose machines all see the inputs, the model and the store.
-
-    Args:
-        job: see [`CorpusJob`].
-        address: of the cluster; that of the job this runs in (`RAY_ADDRESS`), or of a new one on this machine, if not
-            given.
-        workers: actors at the most; one for each GPU of the cluster, or one where it has none, if not given.
-
-    Raises:
-        ImportError: Ray is not installed.
-        ValueError: see `CorpusJob.parts`.
-    """
+    """Compress a collection on a Ray cluster, whose machines all see the inputs, the model and the store."""
     try:
         import ray
     except ImportError as error:

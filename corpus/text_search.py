@@ -88,11 +88,7 @@ class VectorSearch:
         )
 
     def update(self, store: MemoryStore) -> int:
-        """Follow a store: encode the texts that are new or have changed, take out what it has no longer.
-
-        Returns:
-            How many texts were encoded.
-        """
+        """Follow a store: encode the texts that are new or have changed, take out what it has no longer."""
         dataset, have = self._find(), {}
         if dataset is not None:
             table = dataset.to_table(columns=["id", "text_hash"])
@@ -112,11 +108,7 @@ class VectorSearch:
         return num_encoded
 
     def search(self, question: str, k: int = 5) -> list[tuple[str, float]]:
-        """The ids of the `k` texts that fit a question best, the best first, and their scores.
-
-        Raises:
-            ValueError: nothing has been encoded yet.
-        """
+        """The ids of the `k` texts that fit a question best, the best first, and their scores."""
         dataset = self._find()
         if dataset is None:
             raise ValueError(f"there are no vectors in {self._path}: call `update` first")

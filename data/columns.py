@@ -72,9 +72,6 @@ def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     the parts of an abstract, become lines. Of a source with `supporting_passages`, those alone are taken that
     `supporting_facts` names, as in the mean-pooling paper (A.1): by their number where it has `passage`, else by their
     title; none where it is null.
-
-    Raises:
-        ValueError: `supporting_passages` of a source that has none.
     """
     if not all(has_column(table, f"context.{name}") for name in ("title", "sentences")):
         if source.supporting_passages:

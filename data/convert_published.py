@@ -241,20 +241,7 @@ def _hub_records(entry: PublishedSet, config: str | None, split: str) -> Iterato
 
 
 def published_paths(source: str, split: str, entry: PublishedSet) -> list[Path]:
-    """Find the files of a split.
-
-    Args:
-        source: a file, a pattern of files, or a folder, of which those files are taken whose name or folder has the
-            split's name as a word ("val" and "dev" for "validation", too).
-        split: the split.
-        entry: the data set.
-
-    Returns:
-        Paths in order of their names.
-
-    Raises:
-        ValueError: there is none, with the files that are.
-    """
+    """Find the files of a split."""
     place = Path(source).expanduser()
     if not place.is_dir():
         paths = [place] if place.is_file() else sorted(place.parent.glob(place.name))

@@ -23,34 +23,17 @@ _WHAT = "first 12 hexadecimal digits of the SHA-256 of each text, in lower case 
 
 
 def document_id(text: str) -> str:
-    """Twelve hexadecimal digits that a text has wherever it comes from; spaces and capitals make no difference.
-
-    Args:
-        text: a whole document, of which windows are cut. Among a million documents, two have one id by chance with a
-            probability of 0.2 %.
-    """
+    """Twelve hexadecimal digits that a text has wherever it comes from; spaces and capitals make no difference."""
     return hashlib.sha256(" ".join(text.lower().split()).encode()).hexdigest()[:12]
 
 
 def source_ids(source_texts: Sequence[str] | None) -> list[str]:
-    """Ids of the documents that a row is cut from, see `document_id`.
-
-    Args:
-        source_texts: the row's column of this name, their whole texts; `None` where it names none.
-
-    Raises:
-        ValueError: something else than a list of texts.
-    """
+    """Ids of the documents that a row is cut from, see `document_id`."""
     return list(dict.fromkeys(map(document_id, _whole_texts(source_texts))))
 
 
 def ends_as_source(text: str, source_texts: Sequence[str] | None) -> bool:
-    """Whether a row's text comes to the end of a document; one that is cut from the middle of longer texts does not.
-
-    Args:
-        text: what is read of the row; spaces at its end make no difference.
-        source_texts: as in `source_ids`; a text of a row that names none is a whole document.
-    """
+    """Whether a row's text comes to the end of a document, and is not cut from the middle of longer texts."""
     end, wholes = text.rstrip(), _whole_texts(source_texts)
     return not wholes or any(whole.rstrip().endswith(end) for whole in wholes)
 
@@ -71,13 +54,7 @@ def source_ids_of(table: pyarrow.Table) -> set[str]:
 
 
 def record_file(place: str | os.PathLike[str], name: str, on_hub: bool = False) -> Path | None:
-    """A file that a training left beside its checkpoint, or `None` where there is none.
-
-    Args:
-        place: the checkpoint's folder or Hub id.
-        name: the file's.
-        on_hub: whether to ask the Hub where it is no folder; without a network this takes half a minute.
-    """
+    """A file that a training left beside its checkpoint, or `None` where there is none."""
     path: str | None = None
     if str(place) and Path(place).is_dir():
         path = str(Path(place) / name)
@@ -127,18 +104,7 @@ class TrainingDocuments:
 
     @classmethod
     def of(cls, place: str | os.PathLike[str], on_hub: bool = False) -> TrainingDocuments | None:
-        """Read the record of a checkpoint.
-
-        Args:
-            place: its folder or Hub id.
-            on_hub: whether to ask the Hub where it is no folder; without a network this takes half a minute.
-
-        Returns:
-            The record, or `None` where there is none, as of a model that was never saved.
-
-        Raises:
-            ValueError: the file holds something else.
-        """
+        """Read the record of a checkpoint."""
         path = record_file(place, FILE_NAME, on_hub)
         if path is None:
             return None

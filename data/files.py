@@ -29,21 +29,7 @@ UNREADABLE = (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImpl
 
 
 def read_files(source: Any, data_dir: str | None = None) -> pyarrow.Table:
-    """Read the file of a source, or all files of its pattern, with our names for the columns that it maps.
-
-    Args:
-        source: anything with a `path`, `columns` and `label`.
-        data_dir: folder that the path is relative to.
-
-    Returns:
-        The rows of all files, in order of the files' names, with the columns that all of them have, and with
-        `source_texts`, null in the rows of a file that has none, where any has it. IDs become texts where files
-        differ; a column that nothing reads and that cannot be merged is left out.
-
-    Raises:
-        ValueError: no such file, an unknown file type, a file that cannot be read, a missing column, or a column of
-            types that cannot be merged.
-    """
+    """Read the file of a source, or all files of its pattern, with our names for the columns that it maps."""
     paths = matching_paths(source.path, data_dir)
     if not paths:
         pattern = Path(data_dir or ".").expanduser() / source.path
@@ -65,12 +51,7 @@ def read_files(source: Any, data_dir: str | None = None) -> pyarrow.Table:
 
 
 def matching_paths(pattern: str, data_dir: str | None = None) -> list[str]:
-    """Return the file of this name, or those of this pattern in order of their names.
-
-    Args:
-        pattern: in which brackets, stars and question marks stand for letters, if no file has it as its name.
-        data_dir: folder that it is relative to.
-    """
+    """Return the file of this name, or those of this pattern in order of their names."""
     folder = Path(data_dir or ".").expanduser()
     if (folder / pattern).is_file():
         return [str(folder / pattern)]
@@ -103,16 +84,7 @@ def _plain(kind: pyarrow.DataType) -> pyarrow.DataType:
 
 
 def record_tables(records: Iterable[Mapping[str, Any]], num_rows: int, place: object) -> Iterator[pyarrow.Table]:
-    """Make tables of records, `num_rows` rows each; numbers become texts in a column that has both.
-
-    Args:
-        records: mappings from columns to values.
-        num_rows: of each table but the last.
-        place: what errors call it.
-
-    Raises:
-        ValueError: a column whose values have no common type.
-    """
+    """Make tables of records, `num_rows` rows each; numbers become texts in a column that has both."""
     records = iter(records)
     while batch := list(itertools.islice(records, num_rows)):
         columns = {}
@@ -137,13 +109,6 @@ def read_records(path: Path, names: Sequence[str] | None = None) -> Iterator[Map
 
     Of a JSON file these are the members of its list, or of the list `data` in it, or of the mapping from names to
     records that it is, with their names as `KEY`.
-
-    Args:
-        path: the file, also with gzip around it.
-        names: of a CSV or TSV file without a line of names.
-
-    Raises:
-        ValueError: a file that is not what its name says, or a record that is not a mapping.
     """
     kind, number = file_type(path), 0
     try:

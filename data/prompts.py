@@ -99,16 +99,7 @@ def format_prompt(
 
 
 def default_prompts(config: PreTrainedConfig) -> str | dict[str, str] | None:
-    """The prompts that a compressor is asked with when none are named.
-
-    Args:
-        config: a compressor's configuration.
-
-    Returns:
-        Those that the configuration records from training; else the name of the method's usual ones: "memory_tokens"
-        with task tokens, whose reconstruction and continuation need no words, "comprexit" for ComprExIT, "chat" in a
-        chat; and `None`, the packaged prompts, for all others.
-    """
+    """The prompts that a compressor is asked with when none are named."""
     if config.prompts is None:
         return None if config.usual_prompts == "default" else config.usual_prompts
     return {**{task: load_prompts(config.usual_prompts)[task][0] for task in TASKS}, **config.prompts}

@@ -116,16 +116,7 @@ class RetrievalSource:
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], split: str = "test") -> RetrievalSource:
-        """The source that a folder is.
-
-        Args:
-            folder: as BEIR has it, `corpus.jsonl`, `queries.jsonl` and `qrels/SPLIT.tsv`, or as `context-compressors
-                data` writes it, `corpus.parquet`, `queries.parquet` and `qrels/SPLIT.parquet`.
-            split: which relevance.
-
-        Raises:
-            ValueError: a file that is not there, with the splits that are.
-        """
+        """The source that a folder is."""
         place, kind, pairs = Path(folder), "jsonl", "tsv"
         names: Mapping[str, Mapping[str, str] | None] = BEIR_COLUMNS
         if (place / "corpus.parquet").is_file():
@@ -143,20 +134,7 @@ class RetrievalSource:
 
 
 class RetrievalCollection:
-    """A corpus, queries and the relevant pairs, read and checked.
-
-    Attributes:
-        document_ids, query_ids: list of str.
-        pairs: list of (query, document) row numbers, in the order of the relevance table, each once.
-
-    Args:
-        source: a [`RetrievalSource`] or a recipe's entry.
-        data_dir: folder that local paths are relative to.
-
-    Raises:
-        ValueError: no such file, a missing column, a row without its text, an id that stands twice or that no row has,
-            a relevance that is no number, or no relevant pair.
-    """
+    """A corpus, queries and the relevant pairs, read and checked."""
 
     def __init__(self, source: RetrievalSource | Mapping[str, Any], data_dir: str | None = None):
         if not isinstance(source, RetrievalSource):
@@ -184,20 +162,7 @@ class RetrievalCollection:
 
 
 class JudgedQueries:
-    """The queries of a source that have a relevant document, and its corpus, which is read as a stream.
-
-    Attributes:
-        query_ids: list of str.
-        queries: their texts.
-        grades: for each of them document id -> grade, a number above 0.
-
-    Args:
-        source: a [`RetrievalSource`] or a recipe's entry.
-        data_dir: folder that local paths are relative to.
-
-    Raises:
-        ValueError: see [`RetrievalCollection`]; a document that is not in the corpus counts as one that is not found.
-    """
+    """The queries of a source that have a relevant document, and its corpus, which is read as a stream."""
 
     def __init__(self, source: RetrievalSource | Mapping[str, Any], data_dir: str | None = None):
         self._source = source if isinstance(source, RetrievalSource) else RetrievalSource.from_mapping(source)
@@ -212,11 +177,7 @@ class JudgedQueries:
         self.grades = list(by_query.values())
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        """Id and text, title in front, of one document after the other; of a file, only ids stay in memory.
-
-        Raises:
-            ValueError: no such file, a row without its id or text, or an id that stands twice.
-        """
+        """Id and text, title in front, of one document after the other; of a file, only ids stay in memory."""
         for key, text, title in _texts("corpus", self._source.corpus, self._data_dir):
             yield key, _document_text(title, text)
 
@@ -266,16 +227,7 @@ def _grades(source: RetrievalSource, data_dir: str | None) -> dict[tuple[str, st
 
 
 def as_grade(score: Any, label: str, row: int) -> float:
-    """The number that a relevance is, an int where it is whole; also of a text such as "1.0".
-
-    Args:
-        score: a row's relevance.
-        label: names its table.
-        row: counted from 0.
-
-    Raises:
-        ValueError: it is no finite number.
-    """
+    """The number that a relevance is, an int where it is whole; also of a text such as "1.0"."""
     with contextlib.suppress(TypeError, ValueError):
         number = float(score)
         if math.isfinite(number):
@@ -321,15 +273,7 @@ def _rows(name: str, label: str, ids: Sequence[str]) -> dict[str, int]:
 
 
 class TextEncoder:
-    """Texts as the token ids that a retrieval model reads: what `tokenizer(text)` gives, cut to a length.
-
-    Args:
-        tokenizer: see `text_tokenizer`; its start and end ids are kept when a text is cut.
-        max_tokens: longest text, start and end ids included.
-
-    Raises:
-        ValueError: no token of a text would be left.
-    """
+    """Texts as the token ids that a retrieval model reads: what `tokenizer(text)` gives, cut to a length."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int):
         self._tokenizer = tokenizer

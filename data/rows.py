@@ -51,14 +51,7 @@ MAX_ATTEMPTS = 100
 
 
 class PassageText(str):
-    """A context of passages as one text, with blank lines between them.
-
-    Args:
-        passages: their texts.
-
-    Attributes:
-        passages: the same, as a tuple.
-    """
+    """A context of passages as one text, with blank lines between them."""
 
     passages: tuple[str, ...]
 
@@ -172,16 +165,7 @@ def _rows_at(table: pyarrow.Table, rows: Sequence[int]) -> pyarrow.Table:
 
 
 def read_table(source: Any, data_dir: str | None = None) -> pyarrow.Table:
-    """Read a Hub data set or files, with our names for the columns that the source maps.
-
-    Args:
-        source: a [`DataSource`], or anything with its `name`, `config`, `split`, `path`, `columns` and `label`.
-        data_dir: folder that local paths are relative to.
-
-    Raises:
-        ValueError: no such file, an unknown file type, a file that cannot be read, files that cannot be merged or a
-            missing column.
-    """
+    """Read a Hub data set or files, with our names for the columns that the source maps."""
     if source.name is None:
         return read_files(source, data_dir)
     from datasets import load_dataset
@@ -191,15 +175,7 @@ def read_table(source: Any, data_dir: str | None = None) -> pyarrow.Table:
 
 
 def context_column(task: str, columns: Sequence[str]) -> str:
-    """The column that a task's contexts are in, among those of a source.
-
-    Args:
-        task: a task.
-        columns: our names of the source's columns.
-
-    Returns:
-        "context" for questions and summaries; for plain text "text", or "context" where there is none.
-    """
+    """The column that a task's contexts are in, among those of a source."""
     return "text" if task in _TEXT_TASKS and "text" in columns else "context"
 
 
@@ -212,11 +188,6 @@ def _text_columns(source: DataSource, columns: Sequence[str]) -> list[str]:
 def check_texts(table: pyarrow.Table, column: str, source: Any) -> None:
     """Raise `ValueError` naming source, column and row unless every value of a column is a text, of questions and
     summaries one that is not blank (but a benchmark's question); a context may be a list of passages.
-
-    Args:
-        table: rows with our names for the columns.
-        column: our name of the column.
-        source: a [`DataSource`], or anything with its `path`, `columns` and `label`.
     """
     values = table[column]
     _refuse_rows(values.is_null(), "is null", source, column)
@@ -244,15 +215,7 @@ def _place(source: Any, column: str) -> str:
 
 
 def answer_text(answer: Any) -> str:
-    """A single answer as it is learned and scored.
-
-    Args:
-        answer: a text, a number, a date or time, or a truth value, which is said as "yes" or "no". A broken number
-            that is whole, as a column of both has them, is written as a whole one.
-
-    Raises:
-        TypeError: anything else, or NaN.
-    """
+    """A single answer as it is learned and scored."""
     if isinstance(answer, bool):
         return "yes" if answer else "no"
     if isinstance(answer, float):

@@ -147,12 +147,7 @@ class DataSource:
 
     @classmethod
     def from_mapping(cls, mapping: DataSource | Mapping[str, Any], needs_tasks: bool = True) -> DataSource:
-        """Build a source from a recipe's entry.
-
-        Raises:
-            ValueError: a value that is not allowed, an unknown key, with the nearest right one, or where tasks are
-                needed, as in training, none of them, or a kind that generated documents do not have.
-        """
+        """Build a source from a recipe's entry."""
         if not isinstance(mapping, cls):
             if not isinstance(mapping, Mapping):
                 raise ValueError(f"a source is a mapping such as {{path: FILE, tasks: [TASK]}}, got {mapping!r}")

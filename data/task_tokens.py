@@ -36,15 +36,7 @@ def add_task_tokens(tokenizer: PreTrainedTokenizerBase, names: Sequence[str] = T
 
 
 def add_sentinel_tokens(tokenizer: PreTrainedTokenizerBase, num_sentinels: int = NUM_SENTINELS) -> list[int]:
-    """Make T5's sentinels special tokens of a tokenizer; those that it has already stay as they are.
-
-    Args:
-        tokenizer: changed in place.
-        num_sentinels: how many, `<extra_id_0>` first.
-
-    Returns:
-        Their ids, in the order in which spans take them.
-    """
+    """Make T5's sentinels special tokens of a tokenizer; those that it has already stay as they are."""
     return list(add_task_tokens(tokenizer, [f"<extra_id_{index}>" for index in range(num_sentinels)]).values())
 
 
@@ -60,30 +52,14 @@ def check_task_tokens(tokenizer: PreTrainedTokenizerBase, task_token_ids: Mappin
 
 
 def task_start_ids(config: Any) -> dict[str, int]:
-    """The token that the text of each task starts with, where a compressor has task tokens; else nothing.
-
-    Args:
-        config: a compressor's configuration.
-
-    Returns:
-        Task -> id: [AE] for reconstruction, [LM] for everything else. A task that is missing starts with BOS.
-    """
+    """The token that the text of each task starts with, where a compressor has task tokens; else nothing."""
     starts = dict.fromkeys(TASKS, config.continuation_token_id)
     starts["reconstruction"] = config.reconstruction_token_id
     return {task: token_id for task, token_id in starts.items() if token_id is not None}
 
 
 def text_starts(config: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What a compressor's texts start with, as arguments of a collator.
-
-    Args:
-        config: a compressor's configuration.
-        tokenizer: the tokenizer saved with it.
-
-    Returns:
-        `task_start_ids`, `restored_ids`, `bos_before_text`, `opens_context` and `bos_before_task_token`, see
-        `CompressionCollator`.
-    """
+    """What a compressor's texts start with, as arguments of a collator."""
     return {
         "task_start_ids": task_start_ids(config),
         "restored_ids": restored_ids(config, tokenizer),

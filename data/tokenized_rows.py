@@ -24,11 +24,6 @@ class TokenizedTexts:
 
     The column stays where it is, which for a data set of the Hub is a memory-mapped file. The arrays that were made
     first are kept, up to `max_kept_tokens` tokens in all.
-
-    Args:
-        column: the texts, or lists of passages; a missing one is empty.
-        tokenizer: makes the token ids.
-        max_kept_tokens: with 4 bytes each.
     """
 
     def __init__(
@@ -74,13 +69,7 @@ def _as_text(context: str | Sequence[str]) -> str:
 
 
 class TextColumn:
-    """A column of texts as token ids, by row.
-
-    Args:
-        column: the texts, or lists of passages.
-        tokenizer: makes the token ids.
-        is_shared: whether rows have texts in common, which are then tokenized once.
-    """
+    """A column of texts as token ids, by row."""
 
     def __init__(self, column: pyarrow.ChunkedArray, tokenizer: PreTrainedTokenizerBase, is_shared: bool):
         self.text_of_row: np.ndarray = np.arange(len(column))
@@ -112,15 +101,6 @@ class FileSource:
 
     Without questions, rows stay in their table until they are drawn. Pickled, it is what it was made of, and reads the
     rows again.
-
-    Args:
-        source: where to read; not a generated one.
-        data_dir: folder that local paths are relative to.
-        seed: draws the rows that `max_samples` keeps.
-        tokenizer: makes the token ids.
-
-    Raises:
-        ValueError: see `read_rows`; or `separate_passages` of contexts that are one text each.
     """
 
     def __init__(self, source: DataSource, data_dir: str | None, seed: int, tokenizer: PreTrainedTokenizerBase):

@@ -10,15 +10,7 @@ import yaml
 
 
 def parse_yaml(text: str, what: str) -> Any:
-    """The value that a YAML text describes.
-
-    Args:
-        text: the text.
-        what: what refusals call it, a field or a file.
-
-    Raises:
-        ValueError: the text is no YAML.
-    """
+    """The value that a YAML text describes."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -109,14 +109,7 @@ class Score:
 
 
 def method_text(method: str) -> str:
-    """Read a method's own part of the card, its description and its citation.
-
-    Args:
-        method: its name, that of its files.
-
-    Raises:
-        ValueError: no such method has a card.
-    """
+    """Read a method's own part of the card, its description and its citation."""
     available = sorted(path.stem for path in _FOLDER.glob("*.md"))
     if method not in available:
         raise ValueError(f"there is no card text for the method {method!r}; there are: {', '.join(available)}")
@@ -192,11 +185,7 @@ def _number(value: float | None, interval: tuple[float, float] | None = None) ->
 
 
 def score_table(scores: Sequence[Score]) -> str:
-    """A Markdown table of scores, beside no context, what else was tried and full context, with what memories hold.
-
-    Args:
-        scores: the rows, in order.
-    """
+    """A Markdown table of scores, beside no context, what else was tried and full context, with what memories hold."""
     if not scores:
         return _NOT_MEASURED
     others = list(dict.fromkeys(name for score in scores for name in score.alternatives))

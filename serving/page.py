@@ -42,11 +42,7 @@ class Example:
 
 
 def read_file(path: str | os.PathLike[str], most_bytes: int) -> str:
-    """The text of a file that somebody loads.
-
-    Raises:
-        ValueError: another kind of file, one that is too large, or no text in UTF-8; the message is for that person.
-    """
+    """The text of a file that somebody loads."""
     file = Path(path)
     if file.suffix.lower() not in _FILE_TYPES:
         raise ValueError(f"{file.name} is not a text file: load one that ends in {' or '.join(_FILE_TYPES)}.")
@@ -73,17 +69,7 @@ def import_gradio() -> ModuleType:
 
 
 class Page:
-    """The page: what is on it, and what it answers. It keeps nothing of a user: that is in the arguments.
-
-    Args:
-        model: what answers.
-        name: of the checkpoint.
-        facts: about it, a few words each.
-        examples: documents to start with, one or more; the first one is on the page when it opens.
-
-    Raises:
-        ImportError: Gradio is not installed.
-    """
+    """The page: what is on it, and what it answers. It keeps nothing of a user: that is in the arguments."""
 
     def __init__(self, model: PageModel, name: str, facts: Sequence[str], examples: Sequence[Example]):
         self._gr = import_gradio()
@@ -92,15 +78,7 @@ class Page:
         self.blocks = self._build(facts, examples[0])
 
     def open(self, host: str = "127.0.0.1", port: int | None = None) -> str:
-        """Serve the page, on this machine alone if not told otherwise, and give its address.
-
-        Args:
-            host: the address that is listened to.
-            port: the first free one from 7860 on when `None`.
-
-        Raises:
-            OSError: the port is taken.
-        """
+        """Serve the page, on this machine alone if not told otherwise, and give its address."""
         here, gr = Path(__file__).parent, self._gr
         theme = gr.themes.Base(
             primary_hue=gr.themes.colors.teal, neutral_hue=gr.themes.colors.slate, font=_FONTS, font_mono=_MONO_FONTS
@@ -138,16 +116,7 @@ class Page:
         return ()
 
     def ask(self, document: str, question: str, step: float, seen: tuple[str, int] | None) -> Iterator[Any]:
-        """Answer a question from the slots and from the full text, then look into the slots.
-
-        Args:
-            document, question: the texts.
-            step: of the slider.
-            seen: document and ratio that the user's view into the slots is of.
-
-        Yields:
-            Both answers as far as they are, the view into the slots where it changes, and what it then is of.
-        """
+        """Answer a question from the slots and from the full text, then look into the slots."""
         same = self._gr.skip()
         try:
             self.model.check(document, question)

@@ -87,15 +87,7 @@ class _Stop(StoppingCriteria):
 
 
 class PageModel:
-    """Answers questions about documents, from their text and from slots.
-
-    Args:
-        pipe: a compressor's, see `question_answering`.
-        max_tokens: of a document, at most; fewer where the decoder has no positions for so many.
-
-    Raises:
-        ValueError: a checkpoint whose decoder reads no text, or that compresses a document together with its question.
-    """
+    """Answers questions about documents, from their text and from slots."""
 
     def __init__(self, pipe: ContextCompressionQAPipeline, max_tokens: int):
         config = pipe.model.config

@@ -61,16 +61,7 @@ def answers(
     accepted: Sequence[str] = (),
     waiting: str | None = None,
 ) -> str:
-    """Both answers as far as they are written.
-
-    Args:
-        text: from the full text; `None` before it has been read.
-        slots: from the slots, likewise.
-        ratio: theirs.
-        accepted: answers that count as right, if any are known.
-        waiting: what stands in place of an answer that is `None`; whether it is being read if not given. The slots'
-            answer is written first.
-    """
+    """Both answers as far as they are written."""
     costs = [answer for answer in (text, slots) if answer is not None]
     turn = _READING if slots is not None and slots.is_done else "waiting for the other answer …"
     full = _card("text", "From the full text", text, costs, accepted, waiting or turn)

@@ -109,17 +109,7 @@ def check_address(host: str, port: int) -> None:
 
 
 def run(app: fastapi.FastAPI, host: str, port: int, grace: int) -> None:
-    """Serve an application until Ctrl-C or SIGTERM; then no more requests are taken, and those that run are ended.
-
-    Args:
-        app: of `create_app`.
-        host: address to listen at.
-        port: of it; 0 for any that is free.
-        grace: seconds until requests that still run are broken off.
-
-    Raises:
-        OSError: the address is taken, or is none of this machine.
-    """
+    """Serve an application until Ctrl-C or SIGTERM; then no more requests are taken, and those that run are ended."""
     # Bound here: uvicorn would end the process, without an error to catch.
     with _listening(host, port) as listening:
         place = f"[{host}]" if ":" in host else host
@@ -162,12 +152,7 @@ class _Connection(H11Protocol):
 
 
 class _Server:
-    """What the routes of one application share.
-
-    Args:
-        model: what answers.
-        settings: the limits.
-    """
+    """What the routes of one application share."""
 
     def __init__(self, model: ServedModel, settings: ServerSettings):
         self.model, self.settings = model, settings

@@ -16,14 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServerError(Exception):
-    """What a request is answered with in place of what it asks for.
-
-    Args:
-        status: of HTTP.
-        message: what was wrong, and what is allowed.
-        code: a word for programs, such as "memory_not_found".
-        param: the field of the request that was wrong.
-    """
+    """What a request is answered with in place of what it asks for."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
         super().__init__(message)
@@ -48,12 +41,7 @@ class ServerError(Exception):
 
 
 class Job:
-    """A request that waits for a model or has its turn; made in its connection's loop, run in the engine's thread.
-
-    Args:
-        key: jobs of one key are run together.
-        seconds: after which it is given up, from now on.
-    """
+    """A request that waits for a model or has its turn; made in its connection's loop, run in the engine's thread."""
 
     def __init__(self, key: Hashable, seconds: float):
         self.key, self.seconds = key, seconds
@@ -85,11 +73,7 @@ class Job:
         self.send(ServerError.of(result) if isinstance(result, Exception) else result)
 
     async def next_event(self) -> Any:
-        """The next part of the answer.
-
-        Raises:
-            ServerError: it failed, or was not there in time.
-        """
+        """The next part of the answer."""
         event = await in_time(self._events.get(), self.arrived, self.seconds)
         if isinstance(event, ServerError):
             raise event
@@ -97,16 +81,7 @@ class Job:
 
 
 async def in_time(awaited: Awaitable[Any], arrived: float, seconds: float) -> Any:
-    """The result of what a request waits for.
-
-    Args:
-        awaited: what is waited for.
-        arrived: when the request came, on the monotonic clock.
-        seconds: that it may take in all.
-
-    Raises:
-        ServerError: it was not there in time.
-    """
+    """The result of what a request waits for."""
     try:
         async with asyncio.timeout(arrived + seconds - time.monotonic()):
             return await awaited
@@ -115,12 +90,7 @@ async def in_time(awaited: Awaitable[Any], arrived: float, seconds: float) -> An
 
 
 class Engine:
-    """Runs jobs in a thread of its own: of those that wait, the oldest with others of its key.
-
-    Args:
-        batch_size: most jobs at once.
-        max_waiting: most jobs that wait.
-    """
+    """Runs jobs in a thread of its own: of those that wait, the oldest with others of its key."""
 
     def __init__(self, batch_size: int, max_waiting: int):
         self.batch_size, self.max_waiting = batch_size, max_waiting
@@ -140,11 +110,7 @@ class Engine:
         return self._thread.is_alive() and not self.is_closing
 
     def submit(self, job: Job) -> None:
-        """Let a job wait for its turn.
-
-        Raises:
-            ServerError: 429, too many wait already; 503, the server stops.
-        """
+        """Let a job wait for its turn."""
         with self._wakes:
             if not self.is_alive:
                 raise stopping()

@@ -21,16 +21,7 @@ from .server_memories import ProcessMemories, StoredMemories
 
 
 class ServedModel:
-    """A checkpoint under its name, and where its memories are.
-
-    Args:
-        name: in requests.
-        pipe: the checkpoint.
-        memories: of it, and maybe of others.
-
-    Raises:
-        ValueError: a checkpoint whose memories answer one question alone.
-    """
+    """A checkpoint under its name, and where its memories are."""
 
     def __init__(self, name: str, pipe: ContextCompressionQAPipeline, memories: ProcessMemories | StoredMemories):
         pipe.check_serves_memories("so that it has no memory that could be served")
@@ -53,11 +44,7 @@ class ServedModel:
     def text_ids(
         self, messages: Sequence[Mapping[str, str]], has_memory: bool, documents: Sequence[str] = ()
     ) -> list[int]:
-        """Token ids of a conversation behind a memory, or of one that has none, behind documents if there are any.
-
-        Raises:
-            ValueError: messages that the checkpoint cannot be asked, or none without a memory.
-        """
+        """Token ids of a conversation behind a memory, or of one that has none, behind documents if there are any."""
         config = self.pipe.model.config
         if not has_memory and config.is_encoder_decoder:
             raise ValueError(f"{self.name!r} answers from memories alone: name one in the first message of the user")
@@ -165,19 +152,7 @@ class Answer:
 
 
 class AnswerJob(Job):
-    """A conversation; its events are texts, if it is streamed, and an `Answer` at the end.
-
-    Args:
-        model: who answers.
-        text_ids: token ids, see `ServedModel.text_ids`.
-        memories: of one row each, read together and in this order.
-        max_tokens: longest answer.
-        sampling: how tokens are chosen.
-        stops: texts, of which the first ends the answer.
-        is_streamed: whether parts are sent as they come.
-        seconds: after which it is given up.
-        on_first_token: called with the seconds since the request came.
-    """
+    """A conversation; its events are texts, if it is streamed, and an `Answer` at the end."""
 
     def __init__(
         self,

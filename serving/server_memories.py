@@ -24,11 +24,7 @@ _ROWS_OF_A_FILE = 1024
 
 
 class ProcessMemories:
-    """Memories that last as long as the process; where there is no room, the oldest go.
-
-    Args:
-        max_bytes: of all slots together.
-    """
+    """Memories that last as long as the process; where there is no room, the oldest go."""
 
     def __init__(self, max_bytes: int):
         self.max_bytes, self.nbytes = max_bytes, 0
@@ -47,11 +43,7 @@ class ProcessMemories:
     def add(
         self, ids: Sequence[str], rows: Sequence[CompressedContext], texts: Sequence[str]
     ) -> Sequence[CompressedContext]:
-        """Keep memories of one row each; they come back as they are kept.
-
-        Raises:
-            ValueError: they alone are larger than all that is kept.
-        """
+        """Keep memories of one row each; they come back as they are kept."""
         if (size := sum(row.nbytes for row in rows)) > self.max_bytes:
             raise ValueError(f"{len(ids)} memories of {size:,} bytes: this server keeps {self.max_bytes:,} in all")
         with self._lock:
@@ -75,11 +67,7 @@ class ProcessMemories:
 
 
 class StoredMemories:
-    """Memories of one model in a store, which other processes may write to meanwhile.
-
-    Args:
-        store: where.
-    """
+    """Memories of one model in a store, which other processes may write to meanwhile."""
 
     absence = "it is not in the store: it was never made, or was deleted"
     # None of them is in the process.

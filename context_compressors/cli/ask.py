@@ -59,11 +59,7 @@ context-compressors ask my-compressor memories/*.safetensors < questions.txt
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:
-    """Run `context-compressors ask`.
-
-    Raises:
-        ValueError: a document, model, ratio or memory file that cannot be used.
-    """
+    """Run `context-compressors ask`."""
     if "-" in arguments.sources and not arguments.question:
         raise ValueError("standard input is a document here, so that questions must be given with --question")
     is_memory = [source.endswith(MEMORY_SUFFIX) for source in arguments.sources]

@@ -83,11 +83,7 @@ def load_pipeline(
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:
-    """Run `context-compressors compress`.
-
-    Raises:
-        ValueError: a document, model, ratio or memory file that cannot be used, or files that would be overwritten.
-    """
+    """Run `context-compressors compress`."""
     if not arguments.documents and sys.stdin.isatty():
         raise ValueError("give documents: files, or text on standard input")
     documents = read_documents(arguments.documents or ["-"], arguments.column)
@@ -141,11 +137,7 @@ def compress_all(
     batch_size: int,
     arguments: argparse.Namespace,
 ) -> Iterator[tuple[int, list[CompressedContext]]]:
-    """Compress documents in batches of similar length, with a progress bar that also moves within a long document.
-
-    Yields:
-        a document's index, and its memories, one for each ratio.
-    """
+    """Compress documents in batches of similar length, with a progress bar that also moves within a long document."""
     from tqdm.auto import tqdm
 
     from ..modeling.parts.length_batches import length_batches

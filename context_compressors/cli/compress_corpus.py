@@ -96,12 +96,7 @@ context-compressors compress-corpus rajpurkar/squad:validation --column context 
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:
-    """Run `context-compressors compress-corpus`.
-
-    Raises:
-        ValueError: an input, model or store that cannot be used, or most rows failed.
-        ImportError: Lance or Ray is not installed.
-    """
+    """Run `context-compressors compress-corpus`."""
     from ..corpus.memory_store import import_lance
     from .loading import check_ratios
 

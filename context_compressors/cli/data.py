@@ -37,11 +37,7 @@ context-compressors data fiqa fiqa --split test
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:
-    """Run `context-compressors data`.
-
-    Raises:
-        ValueError, OSError: see `convert`.
-    """
+    """Run `context-compressors data`."""
     from tqdm.auto import tqdm
 
     from ..data.convert_published import convert

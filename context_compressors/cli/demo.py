@@ -42,13 +42,7 @@ context-compressors demo --pages 1
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:
-    """Run `context-compressors demo`.
-
-    Raises:
-        ValueError: there is no checkpoint, or it answers from no memories.
-        OSError: its base cannot be had, or the port is taken.
-        ImportError: a page, and Gradio is not installed.
-    """
+    """Run `context-compressors demo`."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

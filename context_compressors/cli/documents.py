@@ -25,16 +25,7 @@ class Document:
 
 
 def read_documents(paths: Sequence[str], column: str = "context") -> list[Document]:
-    """Read documents in the order given.
-
-    Args:
-        paths: `.jsonl` and `.parquet` files give one document a row, `-` is standard input, every other file is one
-            document in UTF-8.
-        column: the column that holds the text in a `.jsonl` or `.parquet` file.
-
-    Raises:
-        ValueError: a file that does not exist, is no text or lacks the column, or an empty document.
-    """
+    """Read documents in the order given."""
     documents = [document for path in paths for document in _read(path, column)]
     for document in documents:
         if not document.text.strip():

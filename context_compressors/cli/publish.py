@@ -90,11 +90,7 @@ context-compressors publish upload outputs/my-compressor me/my-compressor --weig
 """,
 )
 def upload(arguments: argparse.Namespace) -> None:
-    """Run `context-compressors publish upload`.
-
-    Raises:
-        ValueError: a name that the Hub does not allow, and as `build_repository` and `push_repository`.
-    """
+    """Run `context-compressors publish upload`."""
     from huggingface_hub.utils import validate_repo_id
 
     from ..hub_cards.public_files import tree
@@ -138,11 +134,7 @@ context-compressors publish export-decoder my-compressor my-adapter --as lora
 """,
 )
 def export_decoder(arguments: argparse.Namespace) -> None:
-    """Run `context-compressors publish export-decoder`.
-
-    Raises:
-        ValueError: as `load_compressor` and `export_decoder`.
-    """
+    """Run `context-compressors publish export-decoder`."""
     from ..modeling.checkpoint.pretrained_bases import tokenizer_from_place
     from ..modeling.compressor.decoder_export import export_decoder, is_untouched_base
     from .loading import load_compressor

@@ -53,13 +53,7 @@ context-compressors serve my-compressor --store memories.lance --port 8080
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:
-    """Run `context-compressors serve`, until Ctrl-C.
-
-    Raises:
-        ImportError: FastAPI, uvicorn, prometheus_client or, with `--store`, Lance is not installed.
-        OSError: the address is taken, or is none of this machine.
-        ValueError: a model or a store that cannot be used, or a limit or a port that is none.
-    """
+    """Run `context-compressors serve`, until Ctrl-C."""
     api_key = os.environ.get(API_KEY) if arguments.api_key is None else arguments.api_key
     if api_key == "":
         raise ValueError(f"the key (--api-key, or else ${API_KEY}) is empty: give one, or leave both out")
