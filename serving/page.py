@@ -14,11 +14,8 @@ from ..evaluation.metrics import normalize_answer
 from . import page_view as view
 from .page_answers import Answer, PageModel
 
-_FILE_TYPES = (".txt", ".md")
-_BYTES_PER_TOKEN = 64
 # Users who may wait for the model, which answers one at a time.
 _WAITING = 64
-_HOUR = 3600
 # Those of the reader's own machine.
 _FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "sans-serif")
 _MONO_FONTS = ("ui-monospace", "Menlo", "Consolas", "monospace")
@@ -39,22 +36,6 @@ class Example:
     text: str
     questions: Sequence[str] = ()
     answers: Sequence[Sequence[str]] = ()
-
-
-def read_file(path: str | os.PathLike[str], most_bytes: int) -> str:
-    """The text of a file that somebody loads."""
-    file = Path(path)
-    if file.suffix.lower() not in _FILE_TYPES:
-        raise ValueError(f"{file.name} is not a text file: load one that ends in {' or '.join(_FILE_TYPES)}.")
-    if (size := file.stat().st_size) > most_bytes:
-        raise ValueError(f"{file.name} is too long: it has {size:,} bytes, and at most {most_bytes:,} are read.")
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        text = "\0"
-    if "\0" in text:
-        raise ValueError(f"{file.name} is not a text file in UTF-8.")
-    return text.strip()
 
 
 def import_gradio() -> ModuleType:
@@ -101,7 +82,6 @@ class Page:
             pwa=False,
             mcp_server=False,
             enable_monitoring=False,
-            max_file_size=_BYTES_PER_TOKEN * self.model.max_tokens,
         )
         return address
 
@@ -146,14 +126,6 @@ class Page:
             text = f'<div class="cc-note">{number:,} of at most {most:,} tokens, {slots:,} slots at {ratio}x</div>'
         return text, view.marks(self.model.ratios, ratio)
 
-    def load(self, path: str) -> tuple[Any, Any, Any]:
-        """The text of a file, or what is wrong with it."""
-        same = self._gr.skip()
-        try:
-            return read_file(path, _BYTES_PER_TOKEN * self.model.max_tokens), self._gr.Radio(visible=False), same
-        except (ValueError, OSError) as error:
-            return same, same, view.message(str(error))
-
     def choose(self, title: str) -> tuple[str, Any, str]:
         """An example with its questions."""
         example = self.examples[title]
@@ -167,13 +139,11 @@ class Page:
 
     def _build(self, facts: Sequence[str], first: Example) -> Any:
         gr = self._gr
-        with gr.Blocks(
-            analytics_enabled=False, title=f"{self._name} · context-compressors", delete_cache=(_HOUR, _HOUR)
-        ) as blocks:
+        with gr.Blocks(analytics_enabled=False, title=f"{self._name} · context-compressors") as blocks:
             gr.HTML(view.header(self._name, facts))
             with gr.Row():
                 with gr.Column(scale=5, min_width=300):
-                    document, note, example, file = self._document(first)
+                    document, note, example = self._document(first)
                 with gr.Column(scale=7, min_width=300):
                     question, chips, step, marks, asks = self._question(first)
                     shown = gr.HTML(
@@ -193,7 +163,6 @@ class Page:
                 (example.input, self.choose, example, [document, chips, question], quick),
                 (chips.input, lambda text: text, chips, question, quick),
                 (document.input, self.edited, document, chips, quick),
-                (file.upload, self.load, file, [document, chips, note], quick),
             ):
                 trigger(function, inputs, outputs, api_visibility="private", **how)
         return blocks.queue(max_size=_WAITING, api_open=False)
@@ -204,13 +173,8 @@ class Page:
             first.text, label="Document", lines=11, max_lines=11, placeholder="Paste a text …", elem_id="cc-document"
         )
         note = gr.HTML(self.note(first.text, 0)[0], elem_id="cc-length")
-        with gr.Row(equal_height=True):
-            titles = list(self.examples)
-            example = gr.Dropdown(titles, value=first.title, label="Examples", scale=3, min_width=200)
-            file = gr.UploadButton(
-                "Load a file", file_types=list(_FILE_TYPES), size="md", scale=1, min_width=120, elem_id="cc-file"
-            )
-        return text, note, example, file
+        example = gr.Dropdown(list(self.examples), value=first.title, label="Examples")
+        return text, note, example
 
     def _question(self, first: Example) -> tuple[Any, ...]:
         gr, ratios = self._gr, self.model.ratios

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
-from ..evaluation.analysis.slot_origins import can_reconstruct, reconstruction, slot_origins
+from ..evaluation.analysis.slot_origins import slot_origins
 from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
 from ..modeling.memory.compressed_context import CompressedContext
 from ..modeling.parts.cache_name import CACHE
@@ -53,29 +53,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Inside:
-    """What the slots of a document are made of, and how likely its tokens are to the decoder that is to repeat it.
+    """What the slots of a document are made of.
 
     Args:
         pieces: the text of each token that was compressed.
-        num_opening: how many of them open the text, and are no part of the document.
         kind: see `SlotOrigins`; `None` where a method has no such weights.
         slots: of each slot its tokens and their weights, see `SlotOrigins.strongest`.
-        restored: the pieces of the document in the decoder's tokens.
-        errors: of each of these the negative log-likelihood, in nats; none where the checkpoint cannot reconstruct.
-        accuracy: share of these that are the likeliest in their place, 0 to 100.
-        accuracy_without: the same for the decoder alone, which has the tokens before but no slots.
-        reason: why there are no errors.
     """
 
     pieces: Sequence[str]
-    num_opening: int
     kind: str | None
     slots: Sequence[Sequence[tuple[int, float]]]
-    restored: Sequence[str] = ()
-    errors: Sequence[float] = ()
-    accuracy: float = 0.0
-    accuracy_without: float = 0.0
-    reason: str = ""
 
 
 class _Stop(StoppingCriteria):
@@ -107,13 +95,6 @@ class PageModel:
     def ratios(self) -> list[int]:
         """Those of the checkpoint, ascending."""
         return sorted(self.model.config.compression_ratios)
-
-    def warm_up(self) -> None:
-        """Answer once, so that the first user's seconds are those of all others."""
-        memory, cost = self.compress(".", self.ratios[0])
-        for answers in (self.from_slots(memory, cost, "?"), self.from_text(".", "?")):
-            next(answers)
-            answers.close()
 
     def num_tokens(self, document: str) -> int:
         """Tokens of a document; of one that is far too long an estimate, which is too low."""
@@ -150,7 +131,7 @@ class PageModel:
 
     def from_text(self, document: str, question: str) -> Generator[Answer, None, None]:
         """An answer of the checkpoint's own decoder, which has the whole text in front of the question."""
-        text = self._text_ids(document)
+        text = decoder_document_ids(self.model.config, self._tokenizer, document)
         ids = full_context_ids(self.model.config, self._tokenizer, text, question)
         first = next(start for start in range(len(ids)) if ids[start : start + len(text)] == text)
         start = time.perf_counter()
@@ -163,41 +144,17 @@ class PageModel:
 
     def inside(self, document: str, memory: CompressedContext) -> Inside:
         """What the slots of a document are made of; `memory` as `compress` gave it."""
-        own = self.model.encoder_tokenizer or self._tokenizer
         ids = self._own_ids(document)
-        pieces = _pieces(own, ids, document)
+        pieces = _pieces(self.model.encoder_tokenizer or self._tokenizer, ids, document)
         # One ratio for the whole memory.
         origins = slot_origins(self.model, ids, int(memory.ratio))
-        inside = Inside(
-            pieces=pieces,
-            num_opening=len(ids) - len(_pieces(own, [], document)),
-            kind=None if origins is None else origins.kind,
-            slots=[] if origins is None else origins.strongest(_TOKENS_OF_A_SLOT),
-        )
-        if not can_reconstruct(self.model.config):
-            return replace(
-                inside, reason="This checkpoint cannot write a document back from its slots: nothing was trained to."
-            )
-        text = self._tokenizer(document, add_special_tokens=False).input_ids
-        positions = self.model.config.max_position_embeddings
-        if positions and len(text) + int(memory.num_slots[0]) + _TEMPLATE_TOKENS > positions:
-            return replace(inside, reason="Slots and document together are longer than the decoder's positions.")
-        found, alone = (reconstruction(self.model, self._tokenizer, text, read) for read in (memory, None))
-        return replace(
-            inside,
-            restored=_pieces(self._tokenizer, [], document),
-            errors=found.errors.tolist(),
-            accuracy=found.accuracy,
-            accuracy_without=alone.accuracy,
-        )
+        if origins is None:
+            return Inside(pieces, None, [])
+        return Inside(pieces, origins.kind, origins.strongest(_TOKENS_OF_A_SLOT))
 
     def _own_ids(self, document: str) -> list[int]:
         """As the encoder reads it."""
         return self.pipe.document_ids(document)[0]
-
-    def _text_ids(self, document: str) -> list[int]:
-        """As the decoder reads it without a memory."""
-        return decoder_document_ids(self.model.config, self._tokenizer, document)
 
     def _written(self, cost: Answer, ids: Sequence[int], **inputs: Any) -> Generator[Answer, None, None]:
         """An answer behind token ids, piece by piece; nobody waits for what is no longer asked for."""

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page shows, as HTML: two answers beside each other, and a document's tokens in the colours of slots."""
+"""What the page shows, as HTML: two answers, and a document's tokens in the colours of slots."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from html import escape
 
@@ -22,14 +21,6 @@ _KINDS = {
     None: "This method has no weights that would tell which tokens a slot is made of.",
 }
 _READING = "reading …"
-# Upper bounds of the error in nats, and what they say; what is above is the last.
-_LEVELS = (
-    (-math.log(0.9), "over 90 %"),
-    (-math.log(0.5), "over 50 %"),
-    (-math.log(0.1), "over 10 %"),
-    (-math.log(0.01), "over 1 %"),
-    (math.inf, "less"),
-)
 
 
 def message(text: str) -> str:
@@ -124,64 +115,25 @@ def size_text(count: float) -> str:
 
 
 def inside(found: Inside, ratio: int) -> str:
-    """The tokens of a document with their slots, and in the colours of what the slots have lost of them."""
-    # As much of its text as there is: a token that opens it is none of it.
-    is_linked = list(found.restored) == list(found.pieces[found.num_opening :])
-    return (
-        f'<section class="cc-inside" data-slots="{escape(json.dumps(_rounded(found.slots)))}" '
-        f'data-opening="{found.num_opening}" data-linked="{int(is_linked)}">'
-        f"{_slots_panel(found, ratio)}{_errors_panel(found)}</section>"
-    )
-
-
-def _slots_panel(found: Inside, ratio: int) -> str:
-    number = len(found.slots)
+    """The tokens of a document with their slots."""
+    slots = [[[place, round(weight, 3)] for place, weight in slot] for slot in found.slots]
     choice = ""
-    if number:
+    if slots:
         choice = (
-            f'<label class="cc-choice"><span>Slot</span><input type="range" class="cc-slot" min="1" max="{number}" '
-            'value="1" aria-label="Slot"></label>'
+            f'<label class="cc-choice"><span>Slot</span><input type="range" class="cc-slot" min="1" '
+            f'max="{len(slots)}" value="1" aria-label="Slot"></label>'
             '<output class="cc-readout" aria-live="polite">Choose a slot, or a token.</output>'
         )
     tokens = "".join(
-        f'<span class="t{" open" if place < found.num_opening else ""}" style="--w:{shade:.2f}">{escape(piece)}</span>'
-        for place, (piece, shade) in enumerate(zip(found.pieces, _shades(found), strict=True))
+        f'<span class="t" style="--w:{shade:.2f}">{escape(piece)}</span>'
+        for piece, shade in zip(found.pieces, _shades(found), strict=True)
     )
     title = f"What went into which slot <small>{len(found.pieces):,} tokens, {ratio}x</small>"
     return (
+        f'<section class="cc-inside" data-slots="{escape(json.dumps(slots))}">'
         f'<article class="cc-panel" data-panel="slots"><h3>{title}</h3><p>{_KINDS[found.kind]}</p>{choice}'
-        f'<div class="cc-tokens" tabindex="0" aria-label="Tokens by slot">{tokens}</div></article>'
+        f'<div class="cc-tokens" tabindex="0" aria-label="Tokens by slot">{tokens}</div></article></section>'
     )
-
-
-def _errors_panel(found: Inside) -> str:
-    head = '<article class="cc-panel" data-panel="errors"><h3>What comes back</h3>'
-    if not found.errors:
-        return f'{head}<p class="cc-none">{escape(found.reason)}</p></article>'
-    legend = "".join(f'<li class="e{level}">{name}</li>' for level, (_, name) in enumerate(_LEVELS))
-    tokens = "".join(
-        f'<span class="t e{_level(error)}" data-p="{_percent(error)}">{escape(piece)}</span>'
-        for piece, error in zip(found.restored, found.errors, strict=True)
-    )
-    return (
-        f"{head}<p>The decoder repeats the document from its slots, and is told the right token after each guess. It "
-        f"guesses <strong>{found.accuracy:.0f} %</strong> of the tokens, without slots {found.accuracy_without:.0f} %."
-        f'</p><ul class="cc-legend" aria-label="Probability of a token">{legend}</ul>'
-        f'<div class="cc-tokens" tabindex="0" aria-label="Tokens by error">{tokens}</div></article>'
-    )
-
-
-def _level(error: float) -> int:
-    return next(level for level, (bound, _) in enumerate(_LEVELS) if error <= bound or bound == math.inf)
-
-
-def _percent(error: float) -> str:
-    share = 100 * math.exp(-error)
-    return f"{share:.0f} %" if share >= 1 else "below 1 %"
-
-
-def _rounded(slots: Sequence[Sequence[tuple[int, float]]]) -> list[list[list[float]]]:
-    return [[[place, round(weight, 3)] for place, weight in slot] for slot in slots]
 
 
 def _shades(found: Inside) -> list[float]:

@@ -79,7 +79,6 @@ def _serve_page(arguments: argparse.Namespace) -> None:
     model, tokenizer = load_compressor(arguments.model, device=arguments.device, dtype=dtype)
     pipe, config = model.question_answering(tokenizer), model.config
     reader = PageModel(pipe, arguments.max_tokens)
-    reader.warm_up()
     facts = [
         f"on {config.base_model_name_or_path}" if config.base_model_name_or_path else config.model_type,
         f"{model.num_parameters() / 1e6:,.0f}M parameters",

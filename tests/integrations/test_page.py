@@ -16,7 +16,6 @@ from context_compressors import ComprExITForCausalLM, ICAEForCausalLM, SnapKVFor
 from context_compressors.cli.loading import load_compressor
 from context_compressors.modeling.parts.prompting import decoder_document_ids, full_context_ids
 from context_compressors.serving import page_view as view
-from context_compressors.serving.page import read_file
 from context_compressors.serving.page_answers import PageModel
 
 gradio = pytest.importorskip("gradio", reason="Gradio has an environment of its own: make test-integrations")
@@ -158,11 +157,10 @@ def test_tokens_are_the_documents_own_characters_and_every_one_is_in_its_slot(mo
     document = "Zoë paid 3 € for 🥖 and jam."
     memory, _ = model.compress(document, 4)
     inside = model.inside(document, memory)
-    assert "".join(inside.pieces[inside.num_opening :]) == "".join(inside.restored) == document
+    assert "".join(inside.pieces).endswith(document)
     assert inside.kind == "windows"
     assert [place for slot in inside.slots for place, _ in slot] == list(range(len(inside.pieces)))
     assert len(inside.slots) == int(memory.num_slots)
-    assert len(inside.errors) == len(inside.restored)
 
 
 def test_slots_of_every_kind_are_shown_and_asked(small_checkpoints: Path):
@@ -177,23 +175,9 @@ def test_slots_of_every_kind_are_shown_and_asked(small_checkpoints: Path):
         inside = reader.inside(FERRY, memory)
         assert (inside.kind, len(inside.slots)) == (kind, int(memory.num_slots))
         shown = view.inside(inside, 4)
-        assert shown.count('<span class="t') == len(inside.pieces) + len(inside.restored)
-        # Nothing has trained the last one to repeat a text.
-        assert len(inside.errors) == (0 if kind == "kept" else len(inside.restored))
-        assert ("cannot write a document back" in shown) == (kind == "kept")
+        assert shown.count('<span class="t') == len(inside.pieces)
         for answers in (reader.from_slots(memory, cost, "Why?"), reader.from_text(FERRY, "Why?")):
             assert list(answers)[-1].is_done
-
-
-def test_files_that_are_no_texts_are_refused_by_name(tmp_path: Path):
-    (tmp_path / "notes.md").write_bytes(b"\xef\xbb\xbfA note.\n")
-    assert read_file(tmp_path / "notes.md", 100) == "A note."
-    files = {"report.pdf": (b"%PDF", "is not a text file"), "long.txt": (b"a" * 101, "is too long: it has 101 bytes")}
-    files |= {"image.txt": (b"\x89PNG\xff", "in UTF-8"), "zeros.txt": (b"a\0b", "in UTF-8")}
-    for name, (content, expected) in files.items():
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=f"{name} .*{expected}"):
-            read_file(tmp_path / name, 100)
 
 
 def test_a_user_types_asks_reads_and_looks_into_the_slots(visit, model: PageModel, outside: list, tmp_path: Path):
@@ -221,9 +205,7 @@ def test_a_user_types_asks_reads_and_looks_into_the_slots(visit, model: PageMode
     assert f"slots {int(memory.num_slots)}" in " ".join(page.locator(".cc-slots .cc-costs").inner_text().split())
     # Its text as it is: nothing in it is a template, a script or markup.
     shown = page.locator('[data-panel="slots"] .t').all_text_contents()
-    assert "".join(shown[inside.num_opening :]) == BAKERY
-    assert page.locator('[data-panel="errors"] .t').count() == len(inside.errors)
-    assert f"{inside.accuracy:.0f} %" in page.locator('[data-panel="errors"]').inner_text()
+    assert "".join(shown).endswith(BAKERY)
 
     # A token of the eleventh slot, and the slider to the first one.
     page.locator('[data-panel="slots"] .t').nth(8 * 10 + 3).click()
@@ -241,7 +223,7 @@ def test_a_user_types_asks_reads_and_looks_into_the_slots(visit, model: PageMode
     assert not visit.errors
 
 
-def test_what_cannot_be_asked_or_loaded_gets_a_sentence(visit, tmp_path: Path):
+def test_what_cannot_be_asked_gets_a_sentence(visit):
     page = visit()
 
     def refused(document: str, question: str) -> str:
@@ -252,18 +234,7 @@ def test_what_cannot_be_asked_or_loaded_gets_a_sentence(visit, tmp_path: Path):
     assert refused(" ", "Why?").startswith("There is no document")
     fill(page, "word " * MOST_TOKENS * 2, "Why?")
     page.locator("#cc-length .cc-message", has_text="Too long").wait_for()
-    (tmp_path / "ferry.txt").write_text(FERRY, encoding="utf-8")
-    page.locator("input[type=file]").first.set_input_files(tmp_path / "ferry.txt")
-    page.wait_for_function(
-        "text => document.querySelector('#cc-document textarea').value === text", arg=FERRY, timeout=60_000
-    )
-    (tmp_path / "picture.txt").write_bytes(b"\x89PNG\xff")
-    page.locator("input[type=file]").first.set_input_files(tmp_path / "picture.txt")
-    page.locator("#cc-length", has_text="picture.txt is not a text file in UTF-8").wait_for()
-    (tmp_path / "report.pdf").write_bytes(b"%PDF-1.4")
-    page.locator("input[type=file]").first.set_input_files(tmp_path / "report.pdf")
-    page.get_by_text("Invalid file type: report.pdf. Only .txt, .md allowed.").first.wait_for()
-    assert page.locator("#cc-document textarea").input_value() == FERRY
+    fill(page, FERRY, "")
     page.locator("#cc-question textarea").fill("")
     page.locator("#cc-ask").click()
     page.locator("#cc-answers .cc-message", has_text="There is no question").wait_for()
