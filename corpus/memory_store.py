@@ -79,13 +79,19 @@ class MemoryStore:
             ImportError: Lance is not installed.
             ValueError: there is one already, an unknown `dtype`, or a memory without `model_id`.
         """
-        lance, form = import_lance(), MemoryForm.of(memory, dtype)
+        if (store := cls._create(path, MemoryForm.of(memory, dtype))) is None:
+            raise ValueError(f"there is a store {path} already: open it, or take another name")
+        return store
+
+    @classmethod
+    def _create(cls, path: str | os.PathLike, form: MemoryForm) -> MemoryStore | None:
+        """An empty store; nothing where there is one."""
         try:
-            return cls(lance.write_dataset(form.schema.empty_table(), _address(path), mode="create"))
+            return cls(import_lance().write_dataset(form.schema.empty_table(), os.fspath(path), mode="create"))
         except OSError as error:
             if "already exists" not in str(error):
                 raise
-            raise ValueError(f"there is a store {path} already: open it, or take another name") from error
+            return None
 
     @classmethod
     def open(cls, path: str | os.PathLike, model_id: str | None = None, version: int | None = None) -> MemoryStore:
@@ -102,7 +108,7 @@ class MemoryStore:
         """
         lance = import_lance()
         try:
-            store = cls(lance.dataset(_address(path), version=version))
+            store = cls(lance.dataset(os.fspath(path), version=version))
         except (OSError, ValueError) as error:
             asked = "" if version is None else f" at version {version}"
             raise ValueError(f"there is no store {path}{asked}: {str(error).splitlines()[0]}") from error
@@ -114,7 +120,7 @@ class MemoryStore:
     def find(cls, path: str | os.PathLike) -> MemoryStore | None:
         """The store, or nothing where there is none."""
         try:
-            return cls(import_lance().dataset(_address(path)))
+            return cls(import_lance().dataset(os.fspath(path)))
         except ValueError as error:
             if "not found" not in str(error):
                 raise
@@ -123,12 +129,10 @@ class MemoryStore:
     @classmethod
     def find_or_create(cls, path: str | os.PathLike, form: MemoryForm) -> MemoryStore:
         """The store; where there is none an empty one is made, by one of all who try at once."""
+        # An empty store is false.
         while (store := cls.find(path)) is None:
-            try:
-                return cls(import_lance().write_dataset(form.schema.empty_table(), _address(path), mode="create"))
-            except OSError as error:
-                if "already exists" not in str(error):
-                    raise
+            if (store := cls._create(path, form)) is not None:
+                return store
         return store
 
     @property
@@ -279,12 +283,9 @@ class MemoryStore:
 
     def texts(self, ids: Sequence[str] | None = None) -> dict[str, str | None]:
         """The texts of some ids, or of all."""
-        return dict(self.each_text() if ids is None else _pairs(self.read(ids, ["text"])))
-
-    def each_text(self) -> Iterator[tuple[str, str | None]]:
-        """All ids with their texts, in the order of the store, a few of them in memory at a time."""
-        for batch in self._dataset.to_batches(columns=["id", "text"]):
-            yield from _pairs(batch)
+        if ids is not None:
+            return dict(_pairs(self.read(ids, ["text"])))
+        return dict(pair for batch in self._dataset.to_batches(columns=["id", "text"]) for pair in _pairs(batch))
 
     def metadata(self, ids: Sequence[str]) -> list[dict[str, Any] | None]:
         """The metadata of some ids, in their order."""
@@ -462,7 +463,3 @@ def _named(ids: Sequence[str], chosen: Sequence[bool]) -> str:
 def _filter(ids: Sequence[str]) -> str:
     quoted = ("'" + name.replace("'", "''") + "'" for name in ids)
     return f"id IN ({', '.join(quoted)})"
-
-
-def _address(path: str | os.PathLike) -> str:
-    return os.fspath(path)

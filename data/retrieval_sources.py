@@ -15,19 +15,16 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import check_choice, nearest
 from ..modeling.parts.text_ids import context_end_ids, context_start_ids, encode
-from .columns import with_our_columns
 from .files import matching_paths, read_records
-from .rows import check_texts, read_table
 
 _NEEDED_COLUMNS = {"corpus": ("id", "text"), "queries": ("id", "query"), "relevance": ("query_id", "doc_id")}
 
@@ -134,31 +131,28 @@ class RetrievalSource:
 
 
 class RetrievalCollection:
-    """A corpus, queries and the relevant pairs, read and checked."""
+    """A corpus, queries and `pairs` of row numbers (query, relevant document), in the order of the relevance table."""
 
     def __init__(self, source: RetrievalSource | Mapping[str, Any], data_dir: str | None = None):
-        if not isinstance(source, RetrievalSource):
-            source = RetrievalSource.from_mapping(source)
-        self._corpus = _read("corpus", source.corpus, data_dir)
-        self._queries = _read("queries", source.queries, data_dir)
-        self.document_ids = [str(key) for key in self._corpus["id"].to_pylist()]
-        self.query_ids = [str(key) for key in self._queries["id"].to_pylist()]
-        query_rows = _rows("queries", source.queries.label, self.query_ids)
-        document_rows = _rows("corpus", source.corpus.label, self.document_ids)
+        judged = JudgedQueries(source, data_dir)
+        documents = dict(judged.documents())
+        self.query_ids, self._queries = judged.query_ids, judged.queries
+        self.document_ids, self._documents = list(documents), list(documents.values())
+        rows = {key: row for row, key in enumerate(documents)}
+        query_rows = {key: row for row, key in enumerate(self.query_ids)}
         self.pairs = []
-        for query_id, document_id in _grades(source, data_dir):
-            _check_known(source, query_id, query_rows, "queries")
-            _check_known(source, document_id, document_rows, "corpus")
-            self.pairs.append((query_rows[query_id], document_rows[document_id]))
+        for query_id, document_id in judged.pairs:
+            if document_id not in rows:
+                raise ValueError(f"{judged.label!r} names {document_id!r}, which the corpus do not have")
+            self.pairs.append((query_rows[query_id], rows[document_id]))
 
     def query(self, row: int) -> str:
         """Text of a query."""
-        return self._queries["query"][row].as_py()
+        return self._queries[row]
 
     def document(self, row: int) -> str:
         """Title, where there is one, and text of a document."""
-        title = self._corpus["title"][row].as_py() if "title" in self._corpus.column_names else None
-        return _document_text(title, self._corpus["text"][row].as_py())
+        return self._documents[row]
 
 
 class JudgedQueries:
@@ -167,10 +161,14 @@ class JudgedQueries:
     def __init__(self, source: RetrievalSource | Mapping[str, Any], data_dir: str | None = None):
         self._source = source if isinstance(source, RetrievalSource) else RetrievalSource.from_mapping(source)
         self._data_dir = data_dir
+        self.label = self._source.relevance.label
         texts = {key: text for key, text, _ in _texts("queries", self._source.queries, data_dir)}
         by_query: dict[str, dict[str, float]] = {}
-        for (query_id, document_id), grade in _grades(self._source, data_dir).items():
-            _check_known(self._source, query_id, texts, "queries")
+        grades = _grades(self._source.relevance, data_dir)
+        self.pairs = list(grades)
+        for (query_id, document_id), grade in grades.items():
+            if query_id not in texts:
+                raise ValueError(f"{self.label!r} names {query_id!r}, which the queries do not have")
             by_query.setdefault(query_id, {})[document_id] = grade
         self.query_ids = list(by_query)
         self.queries = [texts[query_id] for query_id in by_query]
@@ -179,7 +177,7 @@ class JudgedQueries:
     def documents(self) -> Iterator[tuple[str, str]]:
         """Id and text, title in front, of one document after the other; of a file, only ids stay in memory."""
         for key, text, title in _texts("corpus", self._source.corpus, self._data_dir):
-            yield key, _document_text(title, text)
+            yield key, f"{title or ''} {text}".strip()
 
 
 def _texts(name: str, table: RetrievalTable, data_dir: str | None) -> Iterator[tuple[str, str, str | None]]:
@@ -204,25 +202,20 @@ def _texts(name: str, table: RetrievalTable, data_dir: str | None) -> Iterator[t
         yield key, text, row.get(title_column)
 
 
-def _document_text(title: str | None, text: str) -> str:
-    return f"{title or ''} {text}".strip()
-
-
-def _check_known(source: RetrievalSource, key: str, known: Mapping[str, Any], table: str) -> None:
-    if key not in known:
-        raise ValueError(f"{source.relevance.label!r} names {key!r}, which the {table} do not have")
-
-
-def _grades(source: RetrievalSource, data_dir: str | None) -> dict[tuple[str, str], float]:
+def _grades(table: RetrievalTable, data_dir: str | None) -> dict[tuple[str, str], float]:
     """(Query id, document id) -> grade, of those above 0, in the order of the relevance table."""
-    table = _read("relevance", source.relevance, data_dir)
-    scores = table["score"].to_pylist() if "score" in table.column_names else [1] * table.num_rows
-    scores = [as_grade(score, source.relevance.label, row) for row, score in enumerate(scores)]
-    columns = (table["query_id"].to_pylist(), table["doc_id"].to_pylist(), scores)
-    grades = {(str(query), str(document)): score for query, document, score in zip(*columns, strict=True)}
+    names = [(table.columns or {}).get(ours, ours) for ours in _NEEDED_COLUMNS["relevance"]]
+    grades: dict[tuple[str, str], float] = {}
+    for number, row in enumerate(_stream(table, data_dir)):
+        for name in names:
+            if name not in row:
+                raise ValueError(f"{table.label!r} has no column {name!r}, which relevance needs{nearest(name, row)}")
+        score = row.get((table.columns or {}).get("score", "score"), 1)
+        query, document = (str(row[name]) for name in names)
+        grades[query, document] = as_grade(score, table.label, number)
     grades = {pair: grade for pair, grade in grades.items() if grade > 0}
     if not grades:
-        raise ValueError(f"{source.relevance.label!r} has no relevant pair")
+        raise ValueError(f"{table.label!r} has no relevant pair")
     return grades
 
 
@@ -240,36 +233,13 @@ def _stream(table: RetrievalTable, data_dir: str | None) -> Iterator[Mapping[str
     if table.name is not None:
         from datasets import load_dataset
 
-        yield from load_dataset(table.name, table.config, split=table.split, streaming=True)
+        yield from load_dataset(table.name, table.config, split=table.split)
         return
     paths = matching_paths(str(table.path), data_dir)
     if not paths:
         raise ValueError(f"{table.label!r}: there is no file {Path(data_dir or '.').expanduser() / str(table.path)}")
     for path in paths:
         yield from read_records(Path(path))
-
-
-def _read(name: str, table: RetrievalTable, data_dir: str | None) -> pyarrow.Table:
-    if str(table.path).endswith(".tsv"):
-        content = with_our_columns(pyarrow.Table.from_pylist(list(_stream(table, data_dir))), table)
-    else:
-        content = read_table(table, data_dir)
-    for column in _NEEDED_COLUMNS[name]:
-        if column not in content.column_names:
-            raise ValueError(
-                f"{table.label!r} has no column {column!r}, which the {name} needs"
-                f"{nearest(column, content.column_names)}"
-            )
-    if name != "relevance":
-        check_texts(content, _NEEDED_COLUMNS[name][1], table)
-    return content
-
-
-def _rows(name: str, label: str, ids: Sequence[str]) -> dict[str, int]:
-    rows = {key: row for row, key in enumerate(ids)}
-    if len(rows) != len(ids):
-        raise ValueError(f"{label!r}: {len(ids) - len(rows)} ids of the {name} stand twice")
-    return rows
 
 
 class TextEncoder:

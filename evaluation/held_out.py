@@ -11,8 +11,6 @@ from ..data.document_ids import TrainingDocuments
 from .samples import EvaluationDataset, Sample
 
 _SHOWN = 3
-# How much is known of what a model has seen, from the least on.
-_RECORDS = ("none", "in part", "whole")
 
 
 class HasSources(Protocol):
@@ -131,31 +129,6 @@ def check_sources(
             "allow_trained_documents (--allow-trained-documents) scores them all the same, and the report says so"
         )
     return found
-
-
-def merged_held_out(found: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """What `check_held_out` found for several evaluations, as of one: no more is known than of the least known.
-
-    Args:
-        found: of each evaluation; one that has nothing of a model knows nothing of it.
-
-    Returns:
-        As `check_held_out`. Of a data set that several scored, the most documents that one of them shares.
-    """
-    merged: dict[str, dict[str, Any]] = {}
-    for model in dict.fromkeys(model for entry in found for model in entry):
-        facts = [entry.get(model, {"record": "none"}) for entry in found]
-        record = min((of_entry["record"] for of_entry in facts), key=_RECORDS.index)
-        shared: dict[str, dict[str, int]] = {}
-        for dataset, parts in (entry for of_entry in facts for entry in of_entry.get("shared", {}).items()):
-            of_dataset = shared.setdefault(dataset, {})
-            for part, number in parts.items():
-                of_dataset[part] = max(number, of_dataset.get(part, 0))
-        merged[model] = {"record": record}
-        if record != "none" or shared:
-            counts = {part: max(of_entry.get(part, 0) for of_entry in facts) for part in ("trained", "chose")}
-            merged[model] |= {**counts, "shared": shared}
-    return merged
 
 
 def shared_documents(documents: Mapping[str, str], record: TrainingDocuments) -> dict[str, dict[str, int]]:

@@ -19,7 +19,6 @@ from ..data.retrieval_sources import RetrievalSource
 from ..data.sources import DataSource
 from ..evaluation.average_intervals import main_metric_of
 from ..evaluation.benchmark_metrics import BENCHMARK_SCORE
-from ..evaluation.held_out import merged_held_out
 from ..evaluation.plots import plot_quality_by_ratio
 from ..evaluation.report import EvaluationReport
 from ..evaluation.report_tables import reservations
@@ -86,20 +85,26 @@ def write_card(
     config = _read_config(folder)
     if not isinstance(config, CompressorConfig):
         raise ValueError(f"a card is of a compressor, and {folder} has a model of type {config.model_type!r}")
-    report = _merged(reports)
-    if report is not None and report.num_parameters not in (None, num_parameters := _num_parameters(config)):
+    loaded = [report if isinstance(report, EvaluationReport) else _load(Path(report)) for report in reports]
+    for name in ("model", "num_parameters", "bounds"):
+        if len(values := list(dict.fromkeys(getattr(report, name) for report in loaded))) > 1:
+            raise ValueError(f"reports on one card must have the same {name}, got {values}")
+    if loaded and loaded[0].num_parameters not in (None, num_parameters := _num_parameters(config)):
         raise ValueError(
-            f"the scores are of a model with {report.num_parameters:,} parameters ({report.model}); "
+            f"the scores are of a model with {loaded[0].num_parameters:,} parameters ({loaded[0].model}); "
             f"the one in {folder} has {num_parameters:,}"
         )
+    pictures: dict[str, str] = {}
+    for report in loaded:
+        pictures |= _pictures(report, folder)
     text = model_card(
         config,
         _training_record(folder, recipe),
-        [] if report is None else _scores(report),
+        [score for report in loaded for score in _scores(report)],
         limits,
         model_id=model_id or public_name(str(folder)),
-        scores_note=None if report is None else _scores_note(report),
-        pictures={} if report is None else _pictures(report, folder),
+        scores_note=" ".join(dict.fromkeys(note for report in loaded for note in _notes(report))) or None,
+        pictures=pictures,
         license=license,
     )
     path = folder / "README.md"
@@ -183,27 +188,14 @@ def _source(entry: Any) -> _Source:
     return (RetrievalSource if isinstance(entry, dict) and "corpus" in entry else DataSource).from_mapping(entry)
 
 
-def _as_given(source: _Source, given: Sequence[_Source]) -> dict[str, Any]:
-    """What the entries of a recipe say of a source's data: those of the same rows, or all of the same place if they
-    say the same."""
-    of_place = [entry for entry in given if _place_of(entry) == _place_of(source)]
-    of_rows = [entry for entry in of_place if _rows_of(entry) == _rows_of(source)]
-    said = [{name: getattr(entry, name) for name in _OF_DATA} for entry in of_rows or of_place]
-    return said[0] if said and all(other == said[0] for other in said) else {}
-
-
 def _place_of(source: _Source) -> Any:
     """What a source is called in the recipe of a run, where a folder has its own name alone."""
     return without_folders({"name": source.label})["name"].removeprefix("./")
 
 
-def _rows_of(source: _Source) -> list[Any]:
-    return [getattr(source, name, None) for name in ("config", "split", "kind", "tasks", "rows", "where")]
-
-
 def _training_data(source: _Source, given: Sequence[_Source]) -> TrainingData:
-    missing = {name: value for name, value in _as_given(source, given).items() if not getattr(source, name)}
-    source = replace(source, **missing)
+    said = next((entry for entry in given if _place_of(entry) == _place_of(source)), source)
+    source = replace(source, **{name: getattr(source, name) or getattr(said, name) for name in _OF_DATA})
     if isinstance(source, RetrievalSource):
         corpus = source.corpus
         title = source.title or corpus.name or Path(str(corpus.path)).stem
@@ -241,39 +233,9 @@ def _hub_name(name: str | None) -> str | None:
     return None if name is None or name.startswith((".", "/", "~")) else name
 
 
-def _merged(reports: Sequence[EvaluationReport | str | Path]) -> EvaluationReport | None:
-    """All reports as one: of one model, with bounds of one kind, and no row twice."""
-    loaded = [report if isinstance(report, EvaluationReport) else _load(Path(report)) for report in reports]
-    if not loaded:
-        return None
-    kinds = [
-        {name: getattr(report, name) for name in ("model", "num_parameters", "bounds")}
-        | {"memory_dtype": report.settings.get("memory_dtype")}
-        for report in loaded
-    ]
-    for name in kinds[0]:
-        values = list(dict.fromkeys(kind[name] for kind in kinds))
-        if len(values) > 1:
-            raise ValueError(f"reports on one card must have the same {name}, got {values}")
-    rows = [row for report in loaded for row in report.rows]
-    held_out = merged_held_out([report.held_out for report in loaded])
-    return replace(loaded[0], rows=rows, settings=_settings(loaded), held_out=held_out)
-
-
 def _load(path: Path) -> EvaluationReport:
     _check_file(path, "`context-compressors evaluate --output` writes a report")
     return EvaluationReport.load(path)
-
-
-def _settings(reports: Sequence[EvaluationReport]) -> dict[str, Any]:
-    """The options that all reports have in common."""
-    first, *others = (report.settings for report in reports)
-    common = {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
-    left_out: dict[str, int] = {}
-    for name, number in (entry for report in reports for entry in report.settings.get("left_out", {}).items()):
-        # Other tasks of a data set leave out the same rows.
-        left_out[name] = max(number, left_out.get(name, 0))
-    return common | {"left_out": left_out}
 
 
 def _scores(report: EvaluationReport) -> list[Score]:
@@ -323,7 +285,7 @@ def _score(report: EvaluationReport, dataset: str, task: str, condition: str, me
         return None
 
 
-def _scores_note(report: EvaluationReport) -> str:
+def _notes(report: EvaluationReport) -> list[str]:
     counts = [row.num_samples for row in report.rows]
     samples = f"{counts[0]:,}" if len(set(counts)) == 1 else f"{min(counts):,} to {max(counts):,}"
     seeds = sorted({row.seed for row in report.rows})
@@ -350,4 +312,4 @@ def _scores_note(report: EvaluationReport) -> str:
     outside = sorted({row.dataset for row in report.rows if row.domain == "out"})
     if outside:
         notes.append(f"Out of domain (no part of the data set was trained on): {', '.join(outside)}.")
-    return " ".join(notes)
+    return notes

@@ -62,11 +62,7 @@ class DocumentMemories:
             import_lance()
         self.compressor = CorpusCompressor(model, ratio, **options)
         self.place = None if store is None else os.fspath(store)
-        self._options = {
-            name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items()
-        }
-        if "device" in options:
-            self._options["device"] = str(options["device"])
+        self._options = {name: str(value) if name == "device" else value for name, value in options.items()}
         self._in_process: dict[str, CompressedContext] = {}
         self._store: MemoryStore | None = None
         # What loads, reads and writes takes its turn; questions need not wait while documents are compressed.
@@ -75,11 +71,7 @@ class DocumentMemories:
             _LIVE[json.dumps(self.to_dict(), sort_keys=True)] = self
 
     def to_dict(self) -> dict[str, Any]:
-        """The arguments, as JSON holds them.
-
-        Raises:
-            ValueError: The model is a pipeline that is loaded already.
-        """
+        """The arguments, as JSON holds them; `ValueError` where the model is a pipeline that is loaded already."""
         if self.compressor.model is None:
             raise ValueError("a loaded pipeline is not written down: give the model's folder or Hub id in its place")
         return {"model": self.compressor.model, "ratio": self.compressor.ratio, "store": self.place, **self._options}
@@ -97,11 +89,7 @@ class DocumentMemories:
 
     @property
     def store(self) -> MemoryStore | None:
-        """The store, made when it is first asked for; nothing where memories are kept in the process.
-
-        Raises:
-            ValueError: One of another model, or in another type than `memory_dtype`.
-        """
+        """The store, made when it is first asked for; nothing where memories are kept in the process."""
         with self._lock:
             if self._store is None and self.place is not None:
                 form = self.compressor.form
@@ -114,7 +102,7 @@ class DocumentMemories:
                 self._store = store
             return self._store
 
-    def compress(self, documents: Sequence[str | None], ids: Sequence[str | None] | None = None) -> list[str | None]:
+    def compress(self, documents: Sequence[str | None], ids: Sequence[Any] | None = None) -> list[str | None]:
         """The ids of some documents' memories; what is not there yet is compressed, in common batches.
 
         Args:
@@ -126,10 +114,9 @@ class DocumentMemories:
             An id for each document, or `None` for one without a memory.
 
         Raises:
-            TypeError: A document that is no text, or a single text in place of several.
+            TypeError: A document that is no text.
             ValueError: A text with half of a character, and whatever the model's `compress` refuses.
         """
-        _refuse_text("documents", documents)
         texts = [text or "" for text in documents]
         check_texts("documents", texts)
         with self._compressing:
@@ -137,10 +124,9 @@ class DocumentMemories:
             wanted = {name: text for name, text in zip(names, texts, strict=True) if name is not None}
             known = self._contains(list(wanted))
             missing = [name for name, is_known in zip(wanted, known, strict=True) if not is_known]
-            if not missing:
-                return names
-            self.pipe.check_serves_memories("so that no document is compressed before its question is known")
-            for rows, memory in self.compressor.compress([wanted[name] for name in missing]):
+            if missing:
+                self.pipe.check_serves_memories("so that no document is compressed before its question is known")
+            for rows, memory in self.compressor.compress([wanted[name] for name in missing]) if missing else ():
                 if isinstance(memory, Exception):
                     raise memory
                 self._add([missing[row] for row in rows], memory, [wanted[missing[row]] for row in rows])
@@ -164,8 +150,7 @@ class DocumentMemories:
             generate_kwargs: For `generate`; greedily, and at most 64 new tokens if not said otherwise.
 
         Raises:
-            TypeError: A single text as `ids` or `stop`.
-            ValueError: Ids without a memory, named; an empty text in `stop`; and whatever the pipeline refuses.
+            ValueError: Ids without a memory, named, and whatever the pipeline refuses.
         """
         asked = self._asked(messages, ids, stop, join)
         return "".join(_until([self.pipe(**asked, **generate_kwargs)["answer"]], stop or ()))
@@ -177,10 +162,7 @@ class DocumentMemories:
         stop: Sequence[str] | None = None,
         **generate_kwargs: Any,
     ) -> Iterator[str]:
-        """The same answer piece by piece, as it is written; whoever stops reading ends the writing.
-
-        Arguments and errors are those of `answer`.
-        """
+        """The same answer piece by piece, as it is written; whoever stops reading ends the writing."""
         from transformers import StoppingCriteriaList, TextIteratorStreamer
 
         asked, is_left = self._asked(messages, ids, stop), threading.Event()
@@ -208,14 +190,13 @@ class DocumentMemories:
         if errors:
             raise errors[0]
 
-    def _kept(self, texts: list[str], ids: Sequence[str | None]) -> list[str | None]:
+    def _kept(self, texts: list[str], ids: Sequence[Any]) -> list[str | None]:
         """Of each text the id that it has, where that is still right, or else its own; nothing for a blank one."""
         names = [self._own_id(text) if text.strip() else None for text in texts]
-        pairs = zip(ids, names, strict=True)
-        given = [id_ for id_, name in pairs if isinstance(id_, str) and name is not None and id_ != name]
-        if self.store is None or not given:
+        asked = [id_ for id_, name in zip(ids, names, strict=True) if isinstance(id_, str) and name is not None]
+        if self.store is None or not asked:
             return names
-        there = [id_ for id_, is_there in zip(given, self._contains(given), strict=True) if is_there]
+        there = [id_ for id_, is_there in zip(asked, self._contains(asked), strict=True) if is_there]
         rows = self.store.read(there, ["id", "text", "ratio"]).to_pylist() if there else []
         right = {(row["id"], row["text"]) for row in rows if self._ratio in ("auto", row["ratio"])}
         return [
@@ -255,10 +236,6 @@ class DocumentMemories:
         join: bool | str = True,
     ) -> dict[str, Any]:
         """Arguments of the pipeline."""
-        _refuse_text("ids", ids)
-        _refuse_text("stop", stop)
-        if stop and not all(stop):
-            raise ValueError(f"`stop` must hold texts of at least one character, got {list(stop)}")
         asked: dict[str, Any] = {"question" if isinstance(messages, str) else "messages": messages}
         if stop:
             asked |= {"stop_strings": list(stop), "tokenizer": self.pipe.tokenizer}
@@ -276,18 +253,8 @@ class DocumentMemories:
         return {**asked, "memory": memory.to(self.pipe.device, self.pipe.model.dtype), "join": join}
 
 
-def _refuse_text(name: str, value: Any) -> None:
-    """A text is a sequence of its characters, which nobody means."""
-    if isinstance(value, str):
-        raise TypeError(f"`{name}` must be several texts, got the single one {value[:60]!r}: put it into a list")
-
-
 def memory_ids(texts: Iterable[str | None], metadata: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The ids that documents carry in their metadata; blank documents have none.
-
-    Raises:
-        ValueError: a document with a text and without an id.
-    """
+    """The ids that documents carry in their metadata; `ValueError` for a document with a text and without an id."""
     ids = []
     for text, described in zip(texts, metadata, strict=True):
         if isinstance(described.get(MEMORY_ID), str):

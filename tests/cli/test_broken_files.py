@@ -59,10 +59,7 @@ def _no_tokenizer(folder: Path):
         (_no_tokenizer, "has no tokenizer: put its files, such as tokenizer.json, beside the weights"),
     ],
 )
-@pytest.mark.parametrize(
-    "command",
-    ["ask", *(pytest.param(name, marks=pytest.mark.slow) for name in ("evaluate", "compress-corpus", "train"))],
-)
+@pytest.mark.parametrize("command", ["ask", pytest.param("compress-corpus", marks=pytest.mark.slow)])
 def test_a_broken_checkpoint_is_refused_in_one_line_that_names_the_file(
     small_checkpoints, tmp_path, capsys, damage, words, command
 ):
@@ -72,13 +69,8 @@ def test_a_broken_checkpoint_is_refused_in_one_line_that_names_the_file(
     text.write_text("Nora Lind keeps bees.")
     arguments = {
         "ask": [str(folder), str(text), "--question", "Who?"],
-        "evaluate": [str(folder), "--data", str(text)],
         "compress-corpus": [str(text), "--model", str(folder), "--store", str(tmp_path / "store"), "--ratio", "2"],
-        "train": [str(tmp_path / "recipe.yaml")],
     }
-    recipe = {"checkpoint": str(folder), "output_dir": str(tmp_path / "out"), "sources": [{"path": str(text)}]}
-    recipe |= {"bf16": False, "gradient_checkpointing": False}
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     assert cli.main([command, *arguments[command]]) == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("context-compressors")]
     assert len(lines) == 1
@@ -96,12 +88,6 @@ def test_a_folder_that_is_not_there_is_said_to_be_none(tmp_path, capsys, name):
     ):
         assert cli.main(arguments) == 1
         assert f"there is no model {name!r}" in capsys.readouterr().err
-
-
-def test_a_recipe_that_is_nested_too_deeply_is_named(tmp_path, capsys):
-    (tmp_path / "deep.yaml").write_text("[" * 5000)
-    assert cli.main(["train", str(tmp_path / "deep.yaml")]) == 1
-    assert "deep.yaml is not valid YAML: it is nested too deeply" in capsys.readouterr().err
 
 
 def test_a_link_to_itself_is_no_link_out_of_a_folder(tmp_path):

@@ -23,11 +23,9 @@ from context_compressors.cli.command import check_device
 from context_compressors.cli.documents import Document
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.configuration.configuration_ranked_key_values import RankedKeyValuesConfig
-from context_compressors.data.task_tokens import add_task_tokens
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.modeling.modeling_ranked_key_values import RankedKeyValuesForCausalLM
-from context_compressors.modeling.parts.text_ids import text_tokenizer
 from context_compressors.training.arguments import ModelArguments
 from context_compressors.training.loading import load_compressor
 
@@ -147,28 +145,6 @@ def test_progress_moves_within_a_document(model_folder: str, monkeypatch: pytest
     assert not any(layer._forward_hooks for layer in layers)
 
 
-def test_compress_overwrites_with_force_only(
-    model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    old = tmp_path / "second.safetensors"
-    old.write_bytes(b"old")
-    arguments = ["compress", model_folder, *documents, "--output", str(tmp_path)]
-    assert cli.main(arguments) == 1
-    assert "second.safetensors and 0 more exist: pass --overwrite" in capsys.readouterr().err
-    assert old.read_bytes() == b"old"
-    assert not (tmp_path / "first.safetensors").exists()
-    assert cli.main([*arguments, "--overwrite"]) == 0
-    assert int(CompressedContext.load(old).num_slots) == slots(TEXTS["second"], 4)
-
-
-def test_compress_says_how_many_documents_it_cut(
-    model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    assert cli.main(["compress", model_folder, *documents, "--output", str(tmp_path), "--max-tokens", "30"]) == 0
-    assert "cut 1 of 2 documents to their first 30 tokens" in capsys.readouterr().err
-    assert int(CompressedContext.load(tmp_path / "second.safetensors").num_context_tokens) == 30
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -191,12 +167,6 @@ def test_compress_refuses_what_it_cannot_do(
     error = capsys.readouterr().err
     assert re.search(f"context-compressors compress: error: .*{message}", error)
     assert not list(tmp_path.glob("out/*"))
-
-
-def test_an_untrained_ratio_is_a_choice(model_folder: str, documents: list[str], tmp_path: Path):
-    arguments = ["compress", model_folder, documents[0], "--output", str(tmp_path), "--ratio", "5"]
-    assert cli.main([*arguments, "--allow-untrained-ratio"]) == 0
-    assert int(CompressedContext.load(tmp_path / "first.safetensors").num_slots) == slots(TEXTS["first"], 5)
 
 
 def test_models_that_are_no_compressors_or_untrusted_are_refused(
@@ -338,37 +308,6 @@ def test_a_memory_file_is_asked_at_a_coarser_ratio_that_it_holds(
     answer = ask(capsys, folder, memory, *ratio)
     assert answer == ask(capsys, folder, documents[0], *ratio) != ask(capsys, folder, memory, *ratio[2:])
     assert ask(capsys, folder, memory, documents[1], *ratio) == ask(capsys, folder, *documents, *ratio)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["ICAE", "FiveHundredX"])
-def test_a_method_with_task_tokens_is_asked_with_its_own(
-    method: str, llama: LlamaConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    tokenizer = byte_tokenizer(bos_token="<s>", eos_token="</s>")
-    tokens = add_task_tokens(tokenizer)
-    config_class = getattr(context_compressors, f"{method}Config")
-    torch.manual_seed(0)
-    config = config_class(decoder_config=llama, compression_ratios=(4,), chunk_size=32, position_layout="enhanced")
-    assert config.task_token_ids == tokens
-    model = getattr(context_compressors, f"{method}ForCausalLM")(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    folder = str(tmp_path / "model")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    # A text that says "[LM]" says four characters.
-    text = f"{TEXTS['second']} [LM]"
-    (tmp_path / "bees.txt").write_text(text, encoding="utf-8")
-    assert cli.main(["compress", folder, str(tmp_path / "bees.txt"), "--output", str(tmp_path)]) == 0
-    plain = text_tokenizer(tokenizer)
-    memory = model.compress(plain(text, return_tensors="pt").input_ids)
-    ids = torch.tensor([[tokens["[LM]"], *plain("\n### Question:\nWho?\n### Answer:\n").input_ids]])
-    output = model.generate(ids, memory=memory, max_new_tokens=8, do_sample=False)
-    expected = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
-    assert expected
-    for source in ("bees.safetensors", "bees.txt"):
-        assert "\n".join(ask(capsys, folder, str(tmp_path / source), "--question", "Who?")) == expected
 
 
 @pytest.mark.slow

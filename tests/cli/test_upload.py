@@ -118,12 +118,6 @@ def test_missing_code_and_card_are_written(checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_bases_licence_is_taken_where_the_card_has_none(checkpoint, base, tmp_path):
-    built = build_repository(checkpoint, tmp_path / "built", base_model=str(base))
-    assert huggingface_hub.ModelCard.load(built / "README.md").data.license == "mit"
-
-
-@pytest.mark.slow
 def test_another_licence_than_the_bases_is_refused_until_it_is_named(checkpoint, base, tmp_path):
     card = (checkpoint / "README.md").read_text().replace("---\n", "---\nlicense: apache-2.0\n", 1)
     (checkpoint / "README.md").write_text(card)
@@ -131,14 +125,6 @@ def test_another_licence_than_the_bases_is_refused_until_it_is_named(checkpoint,
         build_repository(checkpoint, tmp_path / "built", base_model=str(base))
     built = build_repository(checkpoint, tmp_path / "other", base_model=str(base), license="mit")
     assert huggingface_hub.ModelCard.load(built / "README.md").data.license == "mit"
-
-
-@pytest.mark.slow
-def test_no_licence_at_all_is_refused(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match="names a licence: pass --license"):
-        build_repository(checkpoint, tmp_path / "built")
-    built = build_repository(checkpoint, tmp_path / "built", license="mit")
-    assert set(contents(built)) == set(contents(checkpoint))
 
 
 # --- what stays, and what is refused whole ---

@@ -19,7 +19,6 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
 from context_compressors import CorpusCompressor, MemoryStore, cli
-from context_compressors.cli.documents import read_documents
 from context_compressors.corpus.compress_corpus import CorpusJob, CorpusReport, compress_locally, write_rows
 from context_compressors.corpus.corpus_rows import CorpusColumns, corpus_parts, read_part
 
@@ -134,19 +133,6 @@ def test_a_broken_row_group_is_a_failure_and_the_others_go_on(tmp_path):
     assert "the rest of row group 1 cannot be read" in next(row["error"] for row in rows if row["error"])
 
 
-def test_nothing_is_read_ahead_where_there_is_no_store(monkeypatch, tmp_path):
-    read = []
-
-    def read_part(part, columns):
-        for number in range(3):
-            read.append(number)
-            yield {"id": str(number), "text": "A text.", "metadata": None, "error": None}
-
-    monkeypatch.setattr("context_compressors.corpus.compress_corpus.read_part", read_part)
-    next(CorpusJob(("x",), str(tmp_path / "s.lance"), "m", 4, resume=True).rows(None))
-    assert read == [0]
-
-
 def test_shards_of_hub_data_sets_are_parts(monkeypatch):
     data = Dataset.from_dict({"context": [f"text {i}" for i in range(7)]}).to_iterable_dataset(num_shards=3)
     monkeypatch.setattr("datasets.load_dataset", lambda name, split, streaming: data)
@@ -154,13 +140,6 @@ def test_shards_of_hub_data_sets_are_parts(monkeypatch):
     assert sorted(row["text"] for row in rows) == [f"text {i}" for i in range(7)]
     assert rows[0]["id"] == "owner/name:dev:0:0"
     assert len({row["id"] for row in rows}) == 7
-
-
-def test_capitals_of_a_files_ending_say_nothing(tmp_path):
-    (tmp_path / "notes.TXT").write_text("A text.")
-    (tmp_path / "rows.JSONL").write_text('{"text": "Another text."}\n')
-    assert [row["text"] for row in rows_of([str(tmp_path)])] == ["A text.", "Another text."]
-    assert [document.text for document in read_documents([str(tmp_path / "rows.JSONL")], "text")] == ["Another text."]
 
 
 def test_inputs_that_cannot_be_read_are_refused_before_anything_is_done(collection, tmp_path):
@@ -294,24 +273,6 @@ def test_a_store_of_another_model_is_not_gone_on_with(model, tmp_path, num_worke
     with pytest.raises(ValueError, match="is in 'int8', not in 'float16'"):
         write_rows(job.store, in_float)
     assert len(MemoryStore.open(job.store)) == 1
-
-
-@pytest.mark.slow
-def test_a_write_that_is_run_again_has_no_failures(model, tmp_path):
-    job = CorpusJob(("x",), str(tmp_path / "s.lance"), model, 4)
-    rows = {"id": ["a", "b", "a"], "text": ["One.", "Two.", "Another."], "metadata": [None] * 3, "error": [None] * 3}
-    table = job.compressor("cpu")(rows)
-    reports = [write_rows(job.store, table) for _ in range(2)]
-    assert [(report.num_rows, report.num_there) for report in reports] == [(2, 0), (0, 2)]
-    assert [report.failures for report in reports] == [[("a", "another row has this id")]] * 2
-
-
-def test_texts_have_no_byte_order_mark_and_names_any_character(tmp_path):
-    for name in ("a.txt", "b c.txt"):
-        (tmp_path / name).write_text("One text.", encoding="utf-8-sig")
-    columns = CorpusColumns()
-    rows = [row for part in corpus_parts([str(tmp_path)], columns) for row in read_part(part, columns)]
-    assert {row["id"]: row["text"] for row in rows} == {"a.txt": "One text.", "b c.txt": "One text."}
 
 
 def test_a_row_that_loses_its_id_to_another_process_is_named(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
@@ -151,18 +150,6 @@ def test_a_text_longer_than_a_batch_is_read_in_parts(small_checkpoints, monkeypa
     assert max(sizes) <= 20 < sum(sizes)
     assert abs(found["slots"][0].astype(int) - expected["slots"][0]).max() <= 1
     assert model.model.tokens_at_once == 8192
-
-
-def test_datasets_map_calls_it_in_batches_with_bad_rows_anywhere(folder, pipe):
-    texts = TEXTS * 2
-    texts[9] = None
-    dataset = Dataset.from_dict({"id": list(range(14)), "text": texts})
-    mapped = dataset.map(CorpusCompressor(folder, 2, device="cpu"), batched=True, batch_size=4)
-    assert mapped["id"][:] == list(range(14))
-    assert [bool(error) for error in mapped["error"]] == [text is None for text in texts]
-    counts = [0 if text is None else -(-len(pipe.document_ids(text)[0]) // 2) for text in texts]
-    assert [len(slots) for slots in mapped["slots"]] == counts
-    assert {len(slot) for slots in mapped["slots"] for slot in slots} == {pipe.model.config.hidden_size}
 
 
 def test_a_batch_that_fails_is_halved_until_the_bad_row_is_found(folder, pipe, monkeypatch):

@@ -492,12 +492,3 @@ def test_a_carriage_return_in_a_tsv_starts_no_row(tmp_path):
     assert list(read_records(tmp_path / "collection.tsv", ("_id", "text"))) == [
         {"_id": "0", "text": 'one \rtwo "'}, {"_id": "1", "text": "three"}, {"_id": "2", "text": None},
     ]  # fmt: skip
-
-
-def test_files_whose_rows_are_numbered_alike_are_both_read_and_a_column_may_be_in_one_of_them(tmp_path):
-    rows = [{"id": 0, **SUMMARY}, {"id": 1, **SUMMARY}], [{"id": 0, **SUMMARY, "dialogue": "e", "kind": "a"}]
-    write_files(tmp_path, {f"sum/train-{number}.jsonl": lines(*part) for number, part in enumerate(rows)})
-    for where, expected in ((None, ["0", "1", "0"]), ({"kind": "a"}, ["0"])):
-        place = tmp_path / "a.parquet"
-        convert("samsum", place, source=str(tmp_path / "sum"), where=where, overwrite=True)
-        assert pyarrow.parquet.read_table(place)["id"].to_pylist() == expected

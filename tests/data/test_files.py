@@ -37,16 +37,6 @@ def test_a_text_that_looks_like_a_date_stays_as_it_is(tmp_path, date):
     assert rows_of(tmp_path, "text.jsonl", tasks=("reconstruction",))["text"].to_pylist() == [date]
 
 
-def test_dates_stay_texts_inside_structs_beside_nulls_and_numbers(tmp_path):
-    spans = [{"text": ["1990-05-02"], "start": [3], "note": None}, {"text": ["1991-01-01"], "start": []}]
-    write(tmp_path / "qa.jsonl", [{**QUESTION, "answers": span, "more": [{"at": None}, span]} for span in spans])
-    table = rows_of(tmp_path, "qa.jsonl", columns={"answers": "answers.text"})
-    assert table["answers"].to_pylist() == [["1990-05-02"], ["1991-01-01"]]
-    more = table["more"].to_pylist()
-    assert [span["text"] for _, span in more] == [["1990-05-02"], ["1991-01-01"]]
-    assert [span["start"] for _, span in more] == [[3], []]
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -64,12 +54,6 @@ def test_a_column_may_look_otherwise_further_on(tmp_path, values):
     write(tmp_path / "rows.jsonl", [{"note": value, "text": FILLER} for value in values])
     table = rows_of(tmp_path, "rows.jsonl", tasks=("reconstruction",))
     assert table["note"].to_pylist() == values
-
-
-def test_a_row_may_be_longer_than_what_is_read_at_a_time(tmp_path):
-    write(tmp_path / "rows.jsonl", [{"text": 4 * FILLER}, {"text": "1990-05-02"}])
-    table = rows_of(tmp_path, "rows.jsonl", tasks=("reconstruction",))
-    assert table["text"].to_pylist() == [4 * FILLER, "1990-05-02"]
 
 
 @pytest.mark.parametrize(
@@ -139,14 +123,6 @@ def test_a_file_is_found_by_its_name_before_it_is_a_pattern(tmp_path):
         rows_of(folder, "c.jsonl", **asked)
 
 
-def test_a_column_that_nothing_reads_may_be_anything(tmp_path):
-    write(tmp_path / "a.jsonl", [{**QUESTION, "meta": {"page": 1}, "year": 1990}])
-    write(tmp_path / "b.jsonl", [{**QUESTION, "meta": "none", "year": 1991.5}])
-    table = rows_of(tmp_path, "*.jsonl")
-    assert table.column_names == ["context", "question", "answers", "year"]
-    assert table["year"].to_pylist() == [1990.0, 1991.5]
-
-
 @pytest.mark.parametrize("last", ["a.jsonl", "c.jsonl"])
 def test_windows_keep_their_documents_beside_files_without(tmp_path, last):
     write(tmp_path / "b.jsonl", [{"text": "b", "source_texts": ["a b"]}, {"text": "d", "source_texts": ["c d", "e"]}])
@@ -166,15 +142,6 @@ def test_a_text_in_place_of_a_list_of_documents_is_refused_in_one_of_several_fil
     message = r"column 'source_texts' must be a list of whole texts, got list.* in .*a\.jsonl and string in .*b\.jsonl"
     with pytest.raises(ValueError, match=message):
         rows_of(tmp_path, "*.jsonl", tasks=("continuation",))
-
-
-def test_jsonl_and_parquet_files_are_one_source(tmp_path):
-    write(tmp_path / "qa_a.jsonl", [{"id": "1990-05-02", **QUESTION}])
-    table = pyarrow.Table.from_pylist([{"id": 7, **QUESTION, "answers": ["six"]}])
-    pyarrow.parquet.write_table(table, tmp_path / "qa_b.parquet")
-    merged = rows_of(tmp_path, "qa_*")
-    assert merged["id"].to_pylist() == ["1990-05-02", "7"]
-    assert merged["answers"].to_pylist() == [["noon"], ["six"]]
 
 
 def test_an_array_of_rows_is_read_as_lines_are(tmp_path):

@@ -93,12 +93,6 @@ def test_only_the_rows_that_a_source_names_are_read(tokenizer, folder):
         CompressionDataset(DataArguments(sources=[{**source, "rows": [6, 9]}], data_dir=folder), tokenizer)
 
 
-@pytest.mark.parametrize("rows", [[4, 2], [-1, 2], [1]])
-def test_rows_that_are_no_range_are_refused(rows):
-    with pytest.raises(ValueError, match=r"rows of source 'a\.jsonl' must be"):
-        DataSource(path="a.jsonl", tasks=("question_answering",), rows=rows)
-
-
 def test_neighbouring_contexts_are_joined_to_one_document(tokenizer, folder):
     contexts = list(dict.fromkeys(row["context"] for row in ROWS))
     source = {"path": "rows.jsonl", "tasks": ["question_answering"], "contexts_per_document": 3}
@@ -127,16 +121,6 @@ def test_passages_with_marks_in_them_stay_whole(tokenizer, tmp_path):
     found = [[tokenizer.decode(passage) for passage in texts.passages(row)] for row in range(3)]
     assert found == contexts
     assert source.rows_of_text == {0: [0, 2], 1: [1]}
-
-
-def test_joined_contexts_stop_where_the_next_would_not_fit(tokenizer, folder):
-    own = max(len(encode(tokenizer, row["context"])) for row in ROWS)
-    source = {"path": "rows.jsonl", "tasks": ["question_answering"], "contexts_per_document": 3}
-    limits = {"min_context_tokens": 1, "max_context_tokens": own + 3}
-    dataset = CompressionDataset(DataArguments(sources=[source], data_dir=folder, **limits), tokenizer, 40)
-    documents = {tokenizer.decode(dataset[index]["context_ids"]) for index in range(40)}
-    assert documents == {row["context"] for row in ROWS}
-    assert all(dataset[index]["num_cut"] == 0 for index in range(40))
 
 
 def test_joining_goes_with_questions_only():

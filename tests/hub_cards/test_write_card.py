@@ -17,7 +17,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from context_compressors import cli
 from context_compressors.data.sources import DataSource
 from context_compressors.evaluation.report import EvaluationReport
-from context_compressors.evaluation.rows import EvaluationRow
 from context_compressors.hub_cards.write_card import write_card
 from context_compressors.training.tokenizer import train_tokenizer
 from context_compressors.training.train import main as train
@@ -114,39 +113,6 @@ def test_a_compressors_card_holds_every_score_beside_its_bounds(root: Path, repo
 
 
 @pytest.mark.slow
-def test_selected_ratios_have_a_row_of_scores_with_the_ratio_that_they_reached(
-    root: Path, report: EvaluationReport, tmp_path: Path
-):
-    rows = [row for row in report.rows if (row.dataset, row.task) == ("generated", QA)]
-    selected = [row for row in rows if row.condition == "ratio=4"]
-    rows += [replace(row, condition="ratio=auto", costs={**row.costs, "reached_ratio": 3.14}) for row in selected]
-    folder, report = copy_of(root / "compressor", tmp_path), replace(report, rows=rows, num_parameters=None)
-    with pytest.raises(ValueError, match="has ratio auto; the checkpoint has"):
-        write_card(folder, [report], LIMITS)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "ratio_selector": "ratio"}))
-    found = {tuple(row[:4]): row[4:] for row in table_rows(write_card(folder, [report], LIMITS).read_text())}
-    for metric in ("exact match", "F1"):
-        key = ("Question answering", "generated (test)", metric)
-        assert found[*key, "auto (3.1)"] == found[*key, "4"]
-
-
-@pytest.mark.slow
-def test_data_sets_with_other_scores_and_ratios_share_a_card(root: Path, report: EvaluationReport, tmp_path: Path):
-    """What is retained is that of a data set's own main score; a picture needs all ratios of all sets."""
-    rows = [row for row in report.rows if row.task == QA]
-    other = [row for row in rows if row.condition != "ratio=2"]
-    other = [replace(row, dataset="other", metrics={**row.metrics, "benchmark_score": 50.0}) for row in other]
-    kept = [replace(row, retention=40.0) if row.condition == "ratio=4" else row for row in (*rows, *other)]
-    folder, own = copy_of(root / "compressor", tmp_path), replace(report, rows=kept)
-    text = write_card(folder, [own], LIMITS).read_text()
-    found = {tuple(row[1:4]): row[4:] for row in table_rows(text)}
-    assert (found["generated (test)", "F1", "4"][-3], found["other", "F1", "4"][-3]) == ("40", "–")
-    assert found["other", "the benchmark's own score", "4"][-3] == "40"
-    assert "question_answering_by_ratio.png" not in text
-
-
-@pytest.mark.slow
 def test_a_compressors_card_shows_quality_by_ratio(root: Path):
     text = write_card(root / "compressor", [root / "compressor.json"], LIMITS).read_text()
     shown = dict(re.findall(r"^!\[(.+)\]\((\w+\.png)\)$", text.partition("## Training")[0], re.MULTILINE))
@@ -181,25 +147,6 @@ def test_a_compressors_card_holds_its_training(root: Path):
         *(f"- {limit}" for limit in LIMITS),
     ):
         assert part in text, part
-
-
-@pytest.mark.slow
-def test_no_card_names_a_place_on_this_machine(root: Path):
-    folder = root / "compressor"
-    assert str(root) not in write_card(folder, [root / "compressor.json"], LIMITS).read_text()
-    assert str(root) not in write_card(folder, [], LIMITS, recipe=str(root / "base.yaml")).read_text()
-
-
-@pytest.mark.slow
-def test_metadata_is_read_back_by_the_hub_library(root: Path):
-    path = write_card(
-        root / "compressor", [root / "compressor.json"], LIMITS, recipe=str(root / "base.yaml"), license="llama3.2"
-    )
-    data = ModelCard.load(path).data
-    assert (data.model_name, data.license, data.base_model) == ("compressor", "llama3.2", None)
-    assert data.datasets == ["org/tales"]
-    assert "mean-pooling" in data.tags
-    assert {result.metric_name for result in data.eval_results} >= {"F1, ratio 2", "continuation perplexity, ratio 4"}
 
 
 @pytest.mark.slow
@@ -270,50 +217,14 @@ def test_a_card_names_the_data_of_earlier_stages(root: Path, tmp_path: Path):
     assert text.count("| [Tales](https://huggingface.co/datasets/org/tales) | CC0 1.0 |") == 1
 
 
-def test_a_licence_is_that_of_the_same_file_and_rows(root: Path, tmp_path: Path):
-    asked = {"tasks": [QA]}
-    parts = [{**asked, "rows": [0, 3]}, {**asked, "where": {"kind": "b"}}]
-    folder = copy_of(root / "compressor", tmp_path)
-    ran = [{"path": "a.jsonl", **parts[0]}, {"path": "a.jsonl", **parts[1]}, {"path": "b.jsonl", **asked}]
-    ran.append({"name": "./my_set", "where": {"length": {"from": 4, "below": 8}}, **asked})
-    (folder / "recipe.yaml").write_text(yaml.safe_dump({"sources": ran}))
-    # A path on this machine is recorded without its folder.
-    given = [
-        {"path": "/data/a.jsonl", "licence": "MIT", "title": "first", **parts[0]},
-        {"path": "/data/a.jsonl", "licence": "CC0 1.0", "title": "second", **parts[1]},
-        {"path": "b.jsonl", "licence": "MIT", "rows": [0, 4], **asked},
-        {"path": "b.jsonl", "licence": "CC0 1.0", "rows": [4, 8], **asked},
-        {"name": "/data/my_set", "licence": "CC BY 4.0", **asked},
-    ]
-    recipe = write_recipe(tmp_path / "given.yaml", sources=given)
-    text = write_card(folder, [], LIMITS, recipe=recipe).read_text()
-    assert "| first | MIT | question answering; rows 0 to 2 |" in text
-    assert "| second | CC0 1.0 | question answering; where kind is b |" in text
-    assert "| b | not stated | question answering |" in text
-    assert "| my_set | CC BY 4.0 | train split; question answering; where length is from 4 and below 8 |" in text
-
-
-@pytest.mark.slow
-def test_reports_of_several_seeds_are_one_row(root: Path, report: EvaluationReport):
-    second = replace(report, rows=[shifted(row) for row in report.rows])
-    text = write_card(root / "compressor", [report, second], LIMITS).read_text()
-    value = report.score("tales", CONTINUATION, "ratio=2", "perplexity")
-    row = next(row for row in table_rows(text) if row[:4] == ["Continuation", "tales", "perplexity", "2"])
-    assert row[5] == f"{value + 1:.2f}"
-    assert "drawn by seed 0, 1." in text
-
-
 @pytest.mark.slow
 def test_a_card_says_what_its_scores_must_not_be_read_without(root: Path, report: EvaluationReport):
     rows = [replace(row, num_truncated=1) for row in report.rows if row.condition.startswith("ratio")]
     settings = {**report.settings, "memory_dtype": "int2", "max_context_tokens": 40}
-    left_out = [{"tales, reconstruction": 3, "more, reconstruction": 5}, {"more, reconstruction": 4}]
-    first, second = (
-        replace(report, rows=part, settings={**settings, "left_out": found})
-        for part, found in zip((rows[:2], rows[2:]), left_out, strict=True)
-    )
-    second.held_out = {**report.held_out, "reader": {"record": "none"}}
-    text = write_card(root / "compressor", [first, second], LIMITS).read_text()
+    left_out = {"tales, reconstruction": 3, "more, reconstruction": 5}
+    own = replace(report, rows=rows, settings={**settings, "left_out": left_out})
+    own.held_out = {**report.held_out, "reader": {"record": "none"}}
+    text = write_card(root / "compressor", [own], LIMITS).read_text()
     assert "Memories are rounded to int2." in text
     assert "**Not held out**: among the 20 that trained compressor" in text
     assert "Whether reader was trained on these documents is unknown" in text
@@ -321,12 +232,6 @@ def test_a_card_says_what_its_scores_must_not_be_read_without(root: Path, report
     assert f"Contexts that were cut to fit: {len({(row.dataset, row.task) for row in rows})}." in text
     assert "are read by" not in text
     assert "is read by" not in text
-    with pytest.raises(ValueError, match=r"same memory_dtype, got \['int2', None\]"):
-        write_card(root / "compressor", [first, replace(report, rows=rows[2:])], LIMITS)
-
-
-def shifted(row: EvaluationRow) -> EvaluationRow:
-    return replace(row, seed=1, metrics={name: value + 2 for name, value in row.metrics.items()})
 
 
 def copy_of(folder: Path, target: Path) -> Path:
@@ -368,7 +273,6 @@ def test_wrong_arguments_are_refused(root: Path, report: EvaluationReport):
         (compressor, [root / "none.json"], r"there is no file .*none\.json"),
         (compressor, [compressor / "recipe.yaml"], "is not an evaluation report"),
         (compressor, [root / "base.json"], r"the scores are of a model with .* parameters \(base\)"),
-        (compressor, [report, report], "the report has a row for"),
         (compressor, [report, replace(report, model="other", rows=[])], r"same model, got \['compressor', 'other'\]"),
         (compressor, [report, replace(report, bounds="teacher", rows=[])], "same bounds"),
         (compressor, [replace(report, rows=without)], "no compression ratio, but the checkpoint is a compressor"),

@@ -138,13 +138,6 @@ def test_a_stream_gives_the_answer_and_ends_when_nobody_reads_it(folder):
         expected = answer[: answer.index(stop)].rstrip()
         assert memories.answer(QUESTION, ids, [stop], **LONG) == expected
         assert "".join(memories.stream(QUESTION, ids, ["no such end", stop], **LONG)) == expected
-    for call in (lambda: memories.compress("one"), lambda: memories.answer(QUESTION, ids[0])):
-        with pytest.raises(TypeError, match="got the single one"):
-            call()
-    with pytest.raises(TypeError, match="`stop` must be several texts"):
-        memories.answer(QUESTION, ids, "end")
-    with pytest.raises(ValueError, match="at least one character"):
-        memories.answer(QUESTION, ids, [""])
     with pytest.raises(ValueError, match="has no memories"):
         next(memories.stream(QUESTION, ["x"]))
     with pytest.raises(ValueError, match="top_q"):
