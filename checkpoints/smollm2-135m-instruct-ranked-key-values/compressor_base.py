@@ -6726,6 +6726,9 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
                 # A cache's places are counted by the memory's.
                 width = longest if cache is None and use_cache is False else None
                 inputs, sequence = self.first_inputs(text, position_ids, memory, text_position_offset, is_full, width)
+                if memory is None and attention_mask is None:
+                    # Without a mask, positions that start anew separate the texts of a packed row.
+                    inputs["attention_mask"] = None
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if memory is not None and memory.carrier == "key_values" and not is_cached:
             cache = self.cache_of_slots(memory, is_full, cache, use_cache)

@@ -122,3 +122,13 @@ def test_rows_are_as_wide_as_the_longest_of_slots_and_text_together(form_case, r
         assert widths[1] == widths[-1] == 10
     for logits in trimmed:
         torch.testing.assert_close(logits[text_mask.bool()], whole[text_mask.bool()], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attention", WITH_FLEX)
+def test_texts_of_a_packed_row_without_a_context_do_not_see_each_other(attention, method_cases):
+    model = method_cases["mean_pooling"].on(attention=attention).build()
+    first, second = torch.arange(5, 9)[None], torch.arange(3, 8)[None]
+    positions = torch.cat([torch.arange(4), torch.arange(5)])[None]
+    packed = model(input_ids=torch.cat([first, second], dim=1), position_ids=positions, use_cache=False).logits
+    alone = torch.cat([model(input_ids=ids, use_cache=False).logits for ids in (first, second)], dim=1)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
