@@ -14,7 +14,7 @@ from .rows import RETENTION, EvaluationRow
 
 # Name in the rows -> title in tables.
 _COSTS = {"slots": "slots", "memory_bytes": "bytes", "decoder_positions": "positions"}
-_COSTS["reached_ratio"] = "tokens a slot"
+_COSTS |= {"cache_bytes": "cache bytes", "reached_ratio": "tokens a slot"}
 _SECONDS = {"compress": "seconds to compress", "answer": "seconds to answer"}
 
 

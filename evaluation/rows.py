@@ -74,8 +74,9 @@ class EvaluationRow:
         retention: `metrics.teacher_normalized` of the task's main metric, in percent; `None` of the bounds themselves
             where they were not scored, and where the full context does not help.
         costs: means of `slots` and `memory_bytes` of a context's memory, the latter also of text that is read in its
-            place, in UTF-8, and of `decoder_positions`, all that the decoder has read when it starts to write. Where
-            texts select their ratios, `reached_ratio`, context tokens a slot over all contexts together.
+            place, in UTF-8; of `decoder_positions`, all that the decoder has read when it starts to write, and of
+            `cache_bytes`, their keys and values. Where texts select their ratios, `reached_ratio`, context tokens a
+            slot over all contexts together.
         seconds: means of the wall-clock time to `compress` a context, at all ratios of the evaluation at once, and to
             `answer` a question, a batch's time shared among its questions.
         by_kind: kind of answer, see `answer_kind` -> its `num_samples` and `num_documents`, the task's main metric

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a model on batches of samples under one condition: scores given targets, or writes its own."""
 
+import math
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..configuration.nearest_names import check_choice
 from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
+from ..modeling.memory.key_value_memory import position_bytes
 from ..modeling.memory.memory_quantization import QUANTIZATIONS
 from ..modeling.parts.length_batches import length_batches
 from ..modeling.parts.prompting import restored_ids
@@ -189,7 +191,9 @@ class Scorer:
         writes = written or (task == "reconstruction" and reconstruction_bleu)
         conditions = [condition for condition in self.conditions if condition.serves(task)]
         tallies = {
-            condition.name: empty_tally(samples, given, writes, recovers=writes and not written)
+            condition.name: empty_tally(
+                samples, given, writes, writes and not written, _position_bytes(condition.model)
+            )
             for condition in conditions
         }
         done = done or {}
@@ -448,3 +452,9 @@ def _now(device: torch.device) -> float:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return perf_counter()
+
+
+def _position_bytes(model: PreTrainedModel) -> float:
+    """See [`position_bytes`]; NaN of an encoder-decoder, whose decoder reads slots by cross-attention."""
+    config = getattr(model.config, "decoder_config", model.config)
+    return math.nan if config.is_encoder_decoder else position_bytes(config, model.dtype)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a condition has scored so far, by sample: it is saved as it grows, and taken up again after a stop."""
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from .metrics import (
 from .samples import Sample
 
 # By sample, in the order of a tally's rows.
-_COSTS = ("slots", "memory_bytes", "decoder_positions")
+_COSTS = ("slots", "memory_bytes", "decoder_positions", "cache_bytes")
 _SECONDS = ("compress", "answer")
 
 
@@ -69,6 +70,7 @@ class Tally:
             ratios of the evaluation at once; seconds to read and write, its share of the batch's; and context tokens
             where the text selected its ratio, else NaN.
         metrics: how a benchmark scores each sample, `None` where none does.
+        position_bytes: bytes of a position in the decoder's cache; NaN where they are not known.
     """
 
     references: list[list[str]]
@@ -79,6 +81,7 @@ class Tally:
     target_ids: list[list[int]] = field(default_factory=list)
     used: np.ndarray = field(default_factory=lambda: np.zeros((6, 0)))
     metrics: list[BenchmarkMetric | None] = field(default_factory=list)
+    position_bytes: float = math.nan
 
     def statistics(self, task: str, bert_scorer: BertScorer | None = None) -> dict[str, Statistic]:
         """The task's metrics."""
@@ -121,7 +124,8 @@ class Tally:
         return {name: mean_statistic([scores[name] for scores in by_sample]) for name in by_sample[0]}
 
     def costs(self, contexts: Sequence[Hashable]) -> dict[str, float]:
-        """Mean slots and bytes of a context's memory, and decoder positions of a question; without those unknown.
+        """Mean slots and bytes of a context's memory, and of a question the decoder's positions and the bytes of their
+        keys and values; without those unknown.
 
         Where texts selected their ratios, also context tokens per slot over all contexts together.
 
@@ -129,7 +133,7 @@ class Tally:
             contexts: each sample's context; one that is asked several times counts once.
         """
         slots, memory_bytes, tokens = (_of_contexts(self.used[place], contexts) for place in (0, 1, 5))
-        found = _known_means(_COSTS, slots, memory_bytes, self.used[2])
+        found = _known_means(_COSTS, slots, memory_bytes, self.used[2], self.used[2] * self.position_bytes)
         return found if np.isnan(tokens).any() else {**found, "reached_ratio": float(tokens.sum() / slots.sum())}
 
     def seconds(self, contexts: Sequence[Hashable]) -> dict[str, float]:
@@ -173,7 +177,7 @@ def _known_means(names: Sequence[str], *values: np.ndarray) -> dict[str, float]:
     return {name: mean for name, mean in means.items() if not np.isnan(mean)}
 
 
-def empty_tally(samples: Sequence[Sample], given: bool, writes: bool, recovers: bool) -> Tally:
+def empty_tally(samples: Sequence[Sample], given: bool, writes: bool, recovers: bool, position_bytes: float) -> Tally:
     """A tally of samples of which nothing is known yet.
 
     Args:
@@ -181,6 +185,7 @@ def empty_tally(samples: Sequence[Sample], given: bool, writes: bool, recovers: 
         given: whether tokens are given and scored.
         writes: whether the model writes.
         recovers: whether what it wrote is scored as given tokens, too.
+        position_bytes: as of [`Tally`].
     """
     size = len(samples)
     return Tally(
@@ -192,6 +197,7 @@ def empty_tally(samples: Sequence[Sample], given: bool, writes: bool, recovers: 
         [sample.target_ids for sample in samples] if recovers else [],
         np.full((6, size), np.nan),
         [sample.metric for sample in samples],
+        position_bytes,
     )
 
 

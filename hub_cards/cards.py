@@ -89,7 +89,8 @@ class Score:
         reached_ratio: context tokens a slot, where the ratio is "auto".
         retention: (value - no_context) / (full_context - no_context) of the task's main metric, in percent.
         slots: of a document, on average.
-        memory_bytes: of a document's memory, on average.
+        memory_bytes: of a document's memory as it is stored, on average.
+        cache_bytes: of the keys and values that the decoder has read when it starts to write, on average.
     """
 
     task: str
@@ -106,6 +107,7 @@ class Score:
     retention: float | None = None
     slots: float | None = None
     memory_bytes: float | None = None
+    cache_bytes: float | None = None
 
 
 def method_text(method: str) -> str:
@@ -193,6 +195,7 @@ def score_table(scores: Sequence[Score]) -> str:
         "retention, %": [None if score.retention is None else f"{score.retention:.0f}" for score in scores],
         "slots": [None if score.slots is None else f"{score.slots:,.0f}" for score in scores],
         "kB": [None if score.memory_bytes is None else f"{score.memory_bytes / 1000:,.0f}" for score in scores],
+        "cache, kB": [None if score.cache_bytes is None else f"{score.cache_bytes / 1000:,.0f}" for score in scores],
     }
     costs = {name: cells for name, cells in costs.items() if any(cells)}
     columns = ["task", "data", "metric", "ratio", "no context", "compressed", *others, "full context", *costs]

@@ -270,7 +270,9 @@ def _of_one_row(report: EvaluationReport, dataset: str, task: str, condition: st
     if len(rows) != 1:
         return {}
     low, high = rows[0].intervals.get(metric, (math.nan, math.nan))
-    costs = {name: rows[0].costs.get(name) for name in ("slots", "memory_bytes") if "slots" in rows[0].costs}
+    costs = {
+        name: rows[0].costs.get(name) for name in ("slots", "memory_bytes", "cache_bytes") if "slots" in rows[0].costs
+    }
     return {
         "interval": None if math.isnan(low) else (low, high),
         "retention": rows[0].retention if metric == main_metric_of(rows[0]) else None,

@@ -36,6 +36,7 @@ from benchmarks.common.tools import (
 )
 from context_compressors.demo import CHECKPOINT, fastest_dtype, load, read_pages
 from context_compressors.modeling.memory.compressed_context import CompressedContext
+from context_compressors.modeling.memory.key_value_memory import cache_bytes
 from context_compressors.modeling.parts.cache_name import CACHE
 from context_compressors.modeling.parts.prompting import decoder_document_ids, full_context_ids, question_ids
 from context_compressors.reporting.tables import markdown_table
@@ -92,7 +93,7 @@ class Reader:
     @property
     def num_bytes(self) -> int:
         """Bytes of the keys and values of what all prompts start with."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._cache.layers)
+        return cache_bytes(self._cache)
 
     def _ids(self, ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor([ids], device=self.model.device)

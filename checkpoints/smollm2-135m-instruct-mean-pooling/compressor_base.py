@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import InitVar, dataclass, field, fields, replace
 from itertools import chain
-from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, BinaryIO, Self
@@ -3026,80 +3025,72 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     """Check types, shapes and values of a memory's fields."""
     if (memory.embeddings is None) == (memory.key_values is None):
         raise ValueError("a CompressedContext holds either embeddings or key_values, exactly one of them")
-    carrier_shape = _carrier_of_embeddings(memory) if memory.key_values is None else _carrier_of_key_values(memory)
-    _check_integers(memory, "attention_mask", memory.attention_mask, carrier_shape)
-    _check_integers(memory, "position_ids", memory.position_ids, carrier_shape)
-    _check_integers(memory, "num_context_tokens", memory.num_context_tokens, carrier_shape[:1])
-    if memory.question_fingerprints is not None:
-        _check_integers(memory, "question_fingerprints", memory.question_fingerprints, carrier_shape[:1])
-    of_pairs = {name: getattr(memory, name) for name in PAIR_FIELDS if getattr(memory, name) is not None}
-    _check_of_pairs(memory, of_pairs, carrier_shape)
-    if isinstance(memory.ratio, Tensor):
-        _check_integers(memory, "ratio", memory.ratio, carrier_shape[:1])
-    elif isinstance(memory.ratio, bool) or not isinstance(memory.ratio, int):
+    tensors, scales = _checked_carrier(memory), scale_tensors(memory)
+    rows, slots = tensors[0].shape[0], tensors[0].shape[-2]
+    shapes: dict[str, tuple[int, ...]] = {"attention_mask": (rows, slots), "position_ids": (rows, slots)}
+    optional = {"question_fingerprints": (rows,)}
+    if memory.key_values is not None:
+        optional |= {name: (rows, slots, num_heads_of(memory)) for name in PAIR_FIELDS}
+    shapes |= {"num_context_tokens": (rows,)} | ({"ratio": (rows,)} if isinstance(memory.ratio, Tensor) else {})
+    shapes |= {name: shape for name, shape in optional.items() if getattr(memory, name) is not None}
+    for name, shape in shapes.items():
+        tensor = getattr(memory, name)
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGER_DTYPES:
+            raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape} to fit the {memory.carrier}, got {tuple(tensor.shape)}")
+    if not isinstance(memory.ratio, (int, Tensor)):
         raise TypeError(f"ratio must be an int or a LongTensor with one value for each row, got {memory.ratio!r}")
-    elif memory.ratio < 1:
-        raise ValueError(f"ratio must be 1 or more, got {memory.ratio}")
     if not isinstance(memory.model_id, str):
         raise TypeError(f"model_id must be a string, got {memory.model_id!r}")
     if memory.position_layout not in POSITION_LAYOUTS_of_position_layout:
         raise ValueError(
             f"position_layout must be one of {', '.join(POSITION_LAYOUTS_of_position_layout)}, got {memory.position_layout!r}"
         )
-    integers = [memory.attention_mask, memory.position_ids, memory.num_context_tokens]
-    integers += [memory.ratio] if isinstance(memory.ratio, Tensor) else []
-    integers += of_pairs.values()
-    _check_scales(memory)
-    devices = {tensor.device for tensor in carrier_tensors(memory) + scale_tensors(memory) + integers}
+    devices = {tensor.device for tensor in [*tensors, *scales, *(getattr(memory, name) for name in shapes)]}
     if len(devices) > 1:
         raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
     if not memory.attention_mask.is_meta:
         refuse_values(memory, torch.stack(value_flags(memory, finite)).tolist())
 
 
-def _carrier_of_embeddings(memory: Any) -> tuple[int, int]:
-    _check_carrier_tensor(memory, "embeddings", memory.embeddings, "(batch_size, num_slots, hidden_size)")
-    if memory.inverse_frequencies is not None:
-        raise ValueError("inverse_frequencies belong to key_values, embeddings have none")
-    return tuple(memory.embeddings.shape[:2])
-
-
-def _carrier_of_key_values(memory: Any) -> tuple[int, int]:
-    layers = memory.key_values
-    if not isinstance(layers, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in layers):
+def _checked_carrier(memory: Any) -> list[Tensor]:
+    """The embeddings, or keys and values of all layers, of one shape and with the scales and frequencies they need."""
+    name, dims = memory.carrier, 3 if memory.key_values is None else 4
+    pairs = memory.key_values or ()
+    if memory.key_values is not None and (
+        not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
+    ):
         raise TypeError("key_values must be a tuple with one pair of keys and values for each layer")
-    if not layers:
+    tensors = carrier_tensors(memory)
+    if not tensors:
         raise ValueError("key_values must have at least one layer")
-    for tensor in carrier_tensors(memory):
-        _check_carrier_tensor(memory, "key_values", tensor, "(batch_size, num_key_value_heads, num_slots, head_dim)")
-    widths = {(*tensor.shape[:-1], width_of(tensor)) for tensor in carrier_tensors(memory)}
-    dtypes = {(keys.dtype, values.dtype) for keys, values in layers}
-    if len(widths | dtypes) > 2 or any(keys != dtype_of_keys(values) for keys, values in dtypes):
-        found = sorted(map(str, widths | dtypes))
-        raise ValueError(f"key_values must have one shape and dtype in all layers, got {', '.join(found)}")
-    (batch_size, _, length, _), head_dim = layers[0][0].shape, width_of(layers[0][0])
-    frequencies = memory.inverse_frequencies
-    if frequencies is not None and not (isinstance(frequencies, Tensor) and frequencies.is_floating_point()):
-        kind = getattr(frequencies, "dtype", repr(frequencies))
-        raise TypeError(f"inverse_frequencies must be a floating-point tensor, got {kind}")
-    if frequencies is not None and frequencies.shape != (head_dim / 2,):
+    for tensor in tensors:
+        dtype = getattr(tensor, "dtype", None)
+        if dtype is None or not (dtype.is_floating_point or (quantization_of(dtype) and memory.scales is not None)):
+            raise TypeError(
+                f"{name} must be floating-point tensors, or integers with `scales`, got {dtype or tensor!r}"
+            )
+        if tensor.dim() != dims:
+            raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
+    shapes = {(*tensor.shape[:-1], width_of(tensor)) for tensor in tensors}
+    dtypes = {(keys.dtype, values.dtype) for keys, values in pairs}
+    if len(shapes) > 1 or len(dtypes) > 1 or any(keys != dtype_of_keys(values) for keys, values in dtypes):
+        found = ", ".join(sorted(map(str, shapes | dtypes)))
+        raise ValueError(f"key_values must have one shape and dtype in all layers, got {found}")
+    if memory.scales is not None:
+        wanted = [((*tensor.shape[:-1], num_blocks(width_of(tensor))), torch.float16) for tensor in tensors]
+        if [(tuple(scales.shape), scales.dtype) for scales in scale_tensors(memory)] != wanted:
+            raise ValueError(f"scales must be float16, of shapes {[shape for shape, _ in wanted]} to fit the {name}")
+    frequencies, width = memory.inverse_frequencies, width_of(tensors[0])
+    if frequencies is not None and (not pairs or frequencies.shape != (width / 2,)):
         raise ValueError(
-            f"inverse_frequencies must have shape ({head_dim // 2},), half of the head dimension, "
-            f"got {tuple(frequencies.shape)}"
+            f"inverse_frequencies belong to key_values and must have shape ({width // 2},), half of the head "
+            f"dimension, got {tuple(frequencies.shape)}"
         )
-    return batch_size, length
-
-
-def _check_of_pairs(memory: Any, of_pairs: dict[str, Any], carrier_shape: tuple[int, int]) -> None:
-    for name, tensor in of_pairs.items():
-        if memory.key_values is None:
-            raise ValueError(f"{name} belong to key_values, embeddings have none")
-        _check_integers(memory, name, tensor, (*carrier_shape, num_heads_of(memory)))
-    ratios = memory.coarsest_ratios
-    if ratios is not None and memory.head_ids is None:
-        raise ValueError("coarsest_ratios belong to head_ids, which are not given")
-    if ratios is not None and ratios.dtype != torch.uint8:
-        raise TypeError(f"coarsest_ratios must be uint8, got {ratios.dtype}")
+    if memory.coarsest_ratios is not None and (memory.head_ids is None or memory.coarsest_ratios.dtype != torch.uint8):
+        raise ValueError("coarsest_ratios must be uint8, beside head_ids")
+    return tensors
 
 
 def num_heads_of(memory: Any) -> int:
@@ -3107,18 +3098,10 @@ def num_heads_of(memory: Any) -> int:
     return len(memory.key_values) * memory.key_values[0][0].shape[1]
 
 
-def _check_integers(memory: Any, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGER_DTYPES:
-        raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
-    if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(
-            f"{name} must have shape {tuple(shape)} to fit the {memory.carrier}, got {tuple(tensor.shape)}"
-        )
-
-
 def value_flags(memory: Any, finite: bool = False) -> list[Tensor]:
     """What may be wrong with the values of a memory's fields, without a wait for the device."""
-    mask = memory.attention_mask.long()
+    mask, heads, frequencies = memory.attention_mask.long(), memory.head_ids, memory.inverse_frequencies
+    no = mask.new_zeros((), dtype=torch.bool)
     carrier: list[Tensor] = []
     if finite:
         # Integers are.
@@ -3128,24 +3111,11 @@ def value_flags(memory: Any, finite: bool = False) -> list[Tensor]:
         (mask[:, 1:] > mask[:, :-1]).any(),
         (memory.num_context_tokens < 0).any(),
         ((memory.position_ids < 0) & (mask == 1)).any(),
-        _has_endless_frequencies(memory),
+        no if frequencies is None else (~frequencies.isfinite()).any().to(mask.device),
         (torch.as_tensor(memory.ratio, device=mask.device) < 1).any(),
-        _has_unknown_heads(memory),
-        ~torch.stack([mask.new_ones((), dtype=torch.bool), *(tensor.isfinite().all() for tensor in carrier)]).all(),
+        no if heads is None else ((heads < 0) | (heads >= num_heads_of(memory))).any(),
+        ~torch.stack([~no, *(tensor.isfinite().all() for tensor in carrier)]).all(),
     ]
-
-
-def _has_endless_frequencies(memory: Any) -> Tensor:
-    frequencies = memory.inverse_frequencies
-    if frequencies is None:
-        return memory.attention_mask.new_zeros((), dtype=torch.bool)
-    return (~frequencies.isfinite()).any().to(memory.attention_mask.device)
-
-
-def _has_unknown_heads(memory: Any) -> Tensor:
-    if memory.head_ids is None:
-        return memory.attention_mask.new_zeros((), dtype=torch.bool)
-    return ((memory.head_ids < 0) | (memory.head_ids >= num_heads_of(memory))).any()
 
 
 def refuse_values(memory: Any, flags: Sequence[int]) -> None:
@@ -3157,45 +3127,13 @@ def refuse_values(memory: Any, flags: Sequence[int]) -> None:
         "position_ids must be zero or more in every real slot",
         "inverse_frequencies must be finite",
         "ratio must be 1 or more in every row",
-        "head_ids must be 0 to "
-        f"{num_heads_of(memory) - 1 if memory.head_ids is not None else 0}, the heads of all layers",
+        "head_ids must be those of the heads of all layers",
         f"{memory.carrier} must be finite, and hold NaN or infinite values: the model that made them has overflowed, "
         "or its weights are not finite",
     )
     for flag, reason in zip(flags, reasons, strict=True):
         if flag:
             raise ValueError(reason)
-
-
-def _check_carrier_tensor(memory: Any, name: str, tensor: Tensor, shape: str) -> None:
-    dtype = getattr(tensor, "dtype", None)
-    if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or quantization_of(tensor.dtype)):
-        raise TypeError(
-            f"{name} must be floating-point tensors, or int8, uint8 or int16 with `scales`, got {dtype or tensor!r}"
-        )
-    if tensor.dim() != shape.count(",") + 1:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-    if tensor.is_floating_point() != (memory.scales is None):
-        raise TypeError(
-            f"{name} of {dtype} {'have' if memory.scales is None else 'has no'} `scales`: give both, or none"
-        )
-
-
-def _check_scales(memory: Any) -> None:
-    """A quantised carrier needs float16 scales of the right shapes, structured as the carrier is."""
-    if memory.scales is None:
-        return
-    if memory.key_values is None:
-        fits = isinstance(memory.scales, Tensor)
-    else:
-        fits = isinstance(memory.scales, tuple) and len(memory.scales) == len(memory.key_values)
-        fits = fits and all(isinstance(pair, tuple) and len(pair) == 2 for pair in memory.scales)
-    if not fits or not all(isinstance(t, Tensor) and t.dtype == torch.float16 for t in scale_tensors(memory)):
-        raise TypeError("scales must be float16 tensors, one for embeddings, a pair for each layer of key_values")
-    for tensor, scales in zip(carrier_tensors(memory), scale_tensors(memory), strict=True):
-        wanted = (*tensor.shape[:-1], num_blocks(width_of(tensor)))
-        if tuple(scales.shape) != wanted:
-            raise ValueError(f"scales must have shape {wanted} to fit the {memory.carrier}, got {tuple(scales.shape)}")
 
 
 # checkpoint/checkpoint_card.py
@@ -4411,24 +4349,13 @@ class CompressedContext:
             A new memory.
 
         Raises:
-            TypeError: Something else.
-            ValueError: A tensor of more than one dimension.
             IndexError: A row outside the batch.
         """
         if isinstance(index, slice):
             index = range(self.batch_size)[index]
-        if not isinstance(index, Tensor):
-            places = list(index) if isinstance(index, Sequence) and not isinstance(index, (str, bytes)) else [index]
-            if not all(_is_int_of_compressed_context(place) for place in places):
-                raise TypeError(
-                    f"index must be an int, a slice, a list of ints, or a tensor of ints or bools, got {index!r}"
-                )
-            index = torch.tensor(places, dtype=torch.long)
-        elif index.is_floating_point() or index.is_complex():
-            raise TypeError(f"index must be a tensor of ints or bools, got one of {index.dtype}")
-        elif index.dim() > 1:
-            raise ValueError(f"index must have at most one dimension, got shape {tuple(index.shape)}")
-        index = torch.arange(self.batch_size)[index.cpu()].reshape(-1).to(self.device)
+        index = torch.as_tensor(index).cpu()
+        # An empty list has no integer type.
+        index = torch.arange(self.batch_size)[index if index.numel() else index.long()].reshape(-1).to(self.device)
         length = int(self.num_slots[index].max()) if len(index) else 0
         fields = map_carrier(self, lambda tensor: tensor[index][..., :length, :])
         return self._replace(fields, lambda tensor: tensor[index] if tensor.dim() == 1 else tensor[index, :length])
@@ -4441,15 +4368,7 @@ class CompressedContext:
 
         Returns:
             A new memory of `batch_size * repeats` rows.
-
-        Raises:
-            TypeError: `repeats` is no int.
-            ValueError: It is below one.
         """
-        if not _is_int_of_compressed_context(repeats):
-            raise TypeError(f"repeats must be an int, got {repeats!r}")
-        if repeats < 1:
-            raise ValueError(f"repeats must be 1 or more, got {repeats}")
         fields = map_carrier(self, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
         return self._replace(fields, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
@@ -4553,10 +4472,6 @@ class CompressedContext:
         others: dict[str, Any] = {name: function(getattr(self, name)) for name in names}
         # What is taken from a memory is as right as that is.
         return replace(self, check=False, **fields, **others)
-
-
-def _is_int_of_compressed_context(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 # compressor/chunking.py

@@ -26,7 +26,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import InitVar, dataclass, field, fields, replace
 from functools import partial
 from itertools import accumulate, chain
-from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, BinaryIO, Self
@@ -3054,80 +3053,72 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     """Check types, shapes and values of a memory's fields."""
     if (memory.embeddings is None) == (memory.key_values is None):
         raise ValueError("a CompressedContext holds either embeddings or key_values, exactly one of them")
-    carrier_shape = _carrier_of_embeddings(memory) if memory.key_values is None else _carrier_of_key_values(memory)
-    _check_integers(memory, "attention_mask", memory.attention_mask, carrier_shape)
-    _check_integers(memory, "position_ids", memory.position_ids, carrier_shape)
-    _check_integers(memory, "num_context_tokens", memory.num_context_tokens, carrier_shape[:1])
-    if memory.question_fingerprints is not None:
-        _check_integers(memory, "question_fingerprints", memory.question_fingerprints, carrier_shape[:1])
-    of_pairs = {name: getattr(memory, name) for name in PAIR_FIELDS if getattr(memory, name) is not None}
-    _check_of_pairs(memory, of_pairs, carrier_shape)
-    if isinstance(memory.ratio, Tensor):
-        _check_integers(memory, "ratio", memory.ratio, carrier_shape[:1])
-    elif isinstance(memory.ratio, bool) or not isinstance(memory.ratio, int):
+    tensors, scales = _checked_carrier(memory), scale_tensors(memory)
+    rows, slots = tensors[0].shape[0], tensors[0].shape[-2]
+    shapes: dict[str, tuple[int, ...]] = {"attention_mask": (rows, slots), "position_ids": (rows, slots)}
+    optional = {"question_fingerprints": (rows,)}
+    if memory.key_values is not None:
+        optional |= {name: (rows, slots, num_heads_of(memory)) for name in PAIR_FIELDS}
+    shapes |= {"num_context_tokens": (rows,)} | ({"ratio": (rows,)} if isinstance(memory.ratio, Tensor) else {})
+    shapes |= {name: shape for name, shape in optional.items() if getattr(memory, name) is not None}
+    for name, shape in shapes.items():
+        tensor = getattr(memory, name)
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGER_DTYPES:
+            raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape} to fit the {memory.carrier}, got {tuple(tensor.shape)}")
+    if not isinstance(memory.ratio, (int, Tensor)):
         raise TypeError(f"ratio must be an int or a LongTensor with one value for each row, got {memory.ratio!r}")
-    elif memory.ratio < 1:
-        raise ValueError(f"ratio must be 1 or more, got {memory.ratio}")
     if not isinstance(memory.model_id, str):
         raise TypeError(f"model_id must be a string, got {memory.model_id!r}")
     if memory.position_layout not in POSITION_LAYOUTS_of_position_layout:
         raise ValueError(
             f"position_layout must be one of {', '.join(POSITION_LAYOUTS_of_position_layout)}, got {memory.position_layout!r}"
         )
-    integers = [memory.attention_mask, memory.position_ids, memory.num_context_tokens]
-    integers += [memory.ratio] if isinstance(memory.ratio, Tensor) else []
-    integers += of_pairs.values()
-    _check_scales(memory)
-    devices = {tensor.device for tensor in carrier_tensors(memory) + scale_tensors(memory) + integers}
+    devices = {tensor.device for tensor in [*tensors, *scales, *(getattr(memory, name) for name in shapes)]}
     if len(devices) > 1:
         raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
     if not memory.attention_mask.is_meta:
         refuse_values(memory, torch.stack(value_flags(memory, finite)).tolist())
 
 
-def _carrier_of_embeddings(memory: Any) -> tuple[int, int]:
-    _check_carrier_tensor(memory, "embeddings", memory.embeddings, "(batch_size, num_slots, hidden_size)")
-    if memory.inverse_frequencies is not None:
-        raise ValueError("inverse_frequencies belong to key_values, embeddings have none")
-    return tuple(memory.embeddings.shape[:2])
-
-
-def _carrier_of_key_values(memory: Any) -> tuple[int, int]:
-    layers = memory.key_values
-    if not isinstance(layers, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in layers):
+def _checked_carrier(memory: Any) -> list[Tensor]:
+    """The embeddings, or keys and values of all layers, of one shape and with the scales and frequencies they need."""
+    name, dims = memory.carrier, 3 if memory.key_values is None else 4
+    pairs = memory.key_values or ()
+    if memory.key_values is not None and (
+        not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
+    ):
         raise TypeError("key_values must be a tuple with one pair of keys and values for each layer")
-    if not layers:
+    tensors = carrier_tensors(memory)
+    if not tensors:
         raise ValueError("key_values must have at least one layer")
-    for tensor in carrier_tensors(memory):
-        _check_carrier_tensor(memory, "key_values", tensor, "(batch_size, num_key_value_heads, num_slots, head_dim)")
-    widths = {(*tensor.shape[:-1], width_of(tensor)) for tensor in carrier_tensors(memory)}
-    dtypes = {(keys.dtype, values.dtype) for keys, values in layers}
-    if len(widths | dtypes) > 2 or any(keys != dtype_of_keys(values) for keys, values in dtypes):
-        found = sorted(map(str, widths | dtypes))
-        raise ValueError(f"key_values must have one shape and dtype in all layers, got {', '.join(found)}")
-    (batch_size, _, length, _), head_dim = layers[0][0].shape, width_of(layers[0][0])
-    frequencies = memory.inverse_frequencies
-    if frequencies is not None and not (isinstance(frequencies, Tensor) and frequencies.is_floating_point()):
-        kind = getattr(frequencies, "dtype", repr(frequencies))
-        raise TypeError(f"inverse_frequencies must be a floating-point tensor, got {kind}")
-    if frequencies is not None and frequencies.shape != (head_dim / 2,):
+    for tensor in tensors:
+        dtype = getattr(tensor, "dtype", None)
+        if dtype is None or not (dtype.is_floating_point or (quantization_of(dtype) and memory.scales is not None)):
+            raise TypeError(
+                f"{name} must be floating-point tensors, or integers with `scales`, got {dtype or tensor!r}"
+            )
+        if tensor.dim() != dims:
+            raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
+    shapes = {(*tensor.shape[:-1], width_of(tensor)) for tensor in tensors}
+    dtypes = {(keys.dtype, values.dtype) for keys, values in pairs}
+    if len(shapes) > 1 or len(dtypes) > 1 or any(keys != dtype_of_keys(values) for keys, values in dtypes):
+        found = ", ".join(sorted(map(str, shapes | dtypes)))
+        raise ValueError(f"key_values must have one shape and dtype in all layers, got {found}")
+    if memory.scales is not None:
+        wanted = [((*tensor.shape[:-1], num_blocks(width_of(tensor))), torch.float16) for tensor in tensors]
+        if [(tuple(scales.shape), scales.dtype) for scales in scale_tensors(memory)] != wanted:
+            raise ValueError(f"scales must be float16, of shapes {[shape for shape, _ in wanted]} to fit the {name}")
+    frequencies, width = memory.inverse_frequencies, width_of(tensors[0])
+    if frequencies is not None and (not pairs or frequencies.shape != (width / 2,)):
         raise ValueError(
-            f"inverse_frequencies must have shape ({head_dim // 2},), half of the head dimension, "
-            f"got {tuple(frequencies.shape)}"
+            f"inverse_frequencies belong to key_values and must have shape ({width // 2},), half of the head "
+            f"dimension, got {tuple(frequencies.shape)}"
         )
-    return batch_size, length
-
-
-def _check_of_pairs(memory: Any, of_pairs: dict[str, Any], carrier_shape: tuple[int, int]) -> None:
-    for name, tensor in of_pairs.items():
-        if memory.key_values is None:
-            raise ValueError(f"{name} belong to key_values, embeddings have none")
-        _check_integers(memory, name, tensor, (*carrier_shape, num_heads_of(memory)))
-    ratios = memory.coarsest_ratios
-    if ratios is not None and memory.head_ids is None:
-        raise ValueError("coarsest_ratios belong to head_ids, which are not given")
-    if ratios is not None and ratios.dtype != torch.uint8:
-        raise TypeError(f"coarsest_ratios must be uint8, got {ratios.dtype}")
+    if memory.coarsest_ratios is not None and (memory.head_ids is None or memory.coarsest_ratios.dtype != torch.uint8):
+        raise ValueError("coarsest_ratios must be uint8, beside head_ids")
+    return tensors
 
 
 def num_heads_of(memory: Any) -> int:
@@ -3135,18 +3126,10 @@ def num_heads_of(memory: Any) -> int:
     return len(memory.key_values) * memory.key_values[0][0].shape[1]
 
 
-def _check_integers(memory: Any, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGER_DTYPES:
-        raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
-    if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(
-            f"{name} must have shape {tuple(shape)} to fit the {memory.carrier}, got {tuple(tensor.shape)}"
-        )
-
-
 def value_flags(memory: Any, finite: bool = False) -> list[Tensor]:
     """What may be wrong with the values of a memory's fields, without a wait for the device."""
-    mask = memory.attention_mask.long()
+    mask, heads, frequencies = memory.attention_mask.long(), memory.head_ids, memory.inverse_frequencies
+    no = mask.new_zeros((), dtype=torch.bool)
     carrier: list[Tensor] = []
     if finite:
         # Integers are.
@@ -3156,24 +3139,11 @@ def value_flags(memory: Any, finite: bool = False) -> list[Tensor]:
         (mask[:, 1:] > mask[:, :-1]).any(),
         (memory.num_context_tokens < 0).any(),
         ((memory.position_ids < 0) & (mask == 1)).any(),
-        _has_endless_frequencies(memory),
+        no if frequencies is None else (~frequencies.isfinite()).any().to(mask.device),
         (torch.as_tensor(memory.ratio, device=mask.device) < 1).any(),
-        _has_unknown_heads(memory),
-        ~torch.stack([mask.new_ones((), dtype=torch.bool), *(tensor.isfinite().all() for tensor in carrier)]).all(),
+        no if heads is None else ((heads < 0) | (heads >= num_heads_of(memory))).any(),
+        ~torch.stack([~no, *(tensor.isfinite().all() for tensor in carrier)]).all(),
     ]
-
-
-def _has_endless_frequencies(memory: Any) -> Tensor:
-    frequencies = memory.inverse_frequencies
-    if frequencies is None:
-        return memory.attention_mask.new_zeros((), dtype=torch.bool)
-    return (~frequencies.isfinite()).any().to(memory.attention_mask.device)
-
-
-def _has_unknown_heads(memory: Any) -> Tensor:
-    if memory.head_ids is None:
-        return memory.attention_mask.new_zeros((), dtype=torch.bool)
-    return ((memory.head_ids < 0) | (memory.head_ids >= num_heads_of(memory))).any()
 
 
 def refuse_values(memory: Any, flags: Sequence[int]) -> None:
@@ -3185,45 +3155,13 @@ def refuse_values(memory: Any, flags: Sequence[int]) -> None:
         "position_ids must be zero or more in every real slot",
         "inverse_frequencies must be finite",
         "ratio must be 1 or more in every row",
-        "head_ids must be 0 to "
-        f"{num_heads_of(memory) - 1 if memory.head_ids is not None else 0}, the heads of all layers",
+        "head_ids must be those of the heads of all layers",
         f"{memory.carrier} must be finite, and hold NaN or infinite values: the model that made them has overflowed, "
         "or its weights are not finite",
     )
     for flag, reason in zip(flags, reasons, strict=True):
         if flag:
             raise ValueError(reason)
-
-
-def _check_carrier_tensor(memory: Any, name: str, tensor: Tensor, shape: str) -> None:
-    dtype = getattr(tensor, "dtype", None)
-    if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or quantization_of(tensor.dtype)):
-        raise TypeError(
-            f"{name} must be floating-point tensors, or int8, uint8 or int16 with `scales`, got {dtype or tensor!r}"
-        )
-    if tensor.dim() != shape.count(",") + 1:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-    if tensor.is_floating_point() != (memory.scales is None):
-        raise TypeError(
-            f"{name} of {dtype} {'have' if memory.scales is None else 'has no'} `scales`: give both, or none"
-        )
-
-
-def _check_scales(memory: Any) -> None:
-    """A quantised carrier needs float16 scales of the right shapes, structured as the carrier is."""
-    if memory.scales is None:
-        return
-    if memory.key_values is None:
-        fits = isinstance(memory.scales, Tensor)
-    else:
-        fits = isinstance(memory.scales, tuple) and len(memory.scales) == len(memory.key_values)
-        fits = fits and all(isinstance(pair, tuple) and len(pair) == 2 for pair in memory.scales)
-    if not fits or not all(isinstance(t, Tensor) and t.dtype == torch.float16 for t in scale_tensors(memory)):
-        raise TypeError("scales must be float16 tensors, one for embeddings, a pair for each layer of key_values")
-    for tensor, scales in zip(carrier_tensors(memory), scale_tensors(memory), strict=True):
-        wanted = (*tensor.shape[:-1], num_blocks(width_of(tensor)))
-        if tuple(scales.shape) != wanted:
-            raise ValueError(f"scales must have shape {wanted} to fit the {memory.carrier}, got {tuple(scales.shape)}")
 
 
 # checkpoint/checkpoint_card.py
@@ -4439,24 +4377,13 @@ class CompressedContext:
             A new memory.
 
         Raises:
-            TypeError: Something else.
-            ValueError: A tensor of more than one dimension.
             IndexError: A row outside the batch.
         """
         if isinstance(index, slice):
             index = range(self.batch_size)[index]
-        if not isinstance(index, Tensor):
-            places = list(index) if isinstance(index, Sequence) and not isinstance(index, (str, bytes)) else [index]
-            if not all(_is_int_of_compressed_context(place) for place in places):
-                raise TypeError(
-                    f"index must be an int, a slice, a list of ints, or a tensor of ints or bools, got {index!r}"
-                )
-            index = torch.tensor(places, dtype=torch.long)
-        elif index.is_floating_point() or index.is_complex():
-            raise TypeError(f"index must be a tensor of ints or bools, got one of {index.dtype}")
-        elif index.dim() > 1:
-            raise ValueError(f"index must have at most one dimension, got shape {tuple(index.shape)}")
-        index = torch.arange(self.batch_size)[index.cpu()].reshape(-1).to(self.device)
+        index = torch.as_tensor(index).cpu()
+        # An empty list has no integer type.
+        index = torch.arange(self.batch_size)[index if index.numel() else index.long()].reshape(-1).to(self.device)
         length = int(self.num_slots[index].max()) if len(index) else 0
         fields = map_carrier(self, lambda tensor: tensor[index][..., :length, :])
         return self._replace(fields, lambda tensor: tensor[index] if tensor.dim() == 1 else tensor[index, :length])
@@ -4469,15 +4396,7 @@ class CompressedContext:
 
         Returns:
             A new memory of `batch_size * repeats` rows.
-
-        Raises:
-            TypeError: `repeats` is no int.
-            ValueError: It is below one.
         """
-        if not _is_int_of_compressed_context(repeats):
-            raise TypeError(f"repeats must be an int, got {repeats!r}")
-        if repeats < 1:
-            raise ValueError(f"repeats must be 1 or more, got {repeats}")
         fields = map_carrier(self, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
         return self._replace(fields, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
@@ -4581,10 +4500,6 @@ class CompressedContext:
         others: dict[str, Any] = {name: function(getattr(self, name)) for name in names}
         # What is taken from a memory is as right as that is.
         return replace(self, check=False, **fields, **others)
-
-
-def _is_int_of_compressed_context(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 # compressor/chunking.py
@@ -7507,127 +7422,3 @@ def _take_highest(
     weights = output[1][..., : scores.shape[2]] * repeats()[:, None, :, None]
     highest_of_heads = weights.amax(dim=2).unflatten(1, (scores.shape[1], -1)).amax(dim=2)
     torch.maximum(scores, highest_of_heads.float(), out=scores)
-
-
-# compressor/opened_contexts.py
-
-class OpenedContextModel(HeadwiseModel):
-    """A compressor whose base reads contexts behind the configuration's `opening_ids`, which are in no memory.
-
-    Keys keep their places, and the text goes on behind the context. Of a context with more tokens than the base has
-    positions each chunk is read right behind the opening; its keys are turned to their places in the document, so that
-    memories are joined as ever, and when a text reads them all chunks stand at the same positions (Parallel Context
-    Windows, https://arxiv.org/abs/2212.10947).
-    """
-
-    @property
-    def first_slot_position(self) -> int:  # type: ignore[override]
-        """Tokens of the opening, which every context is read behind."""
-        return len(self.config.opening_ids)
-
-    def chunks_of(self, context: TokenRows) -> Chunks:
-        config = self.config
-        rows = (context.input_ids, context.attention_mask, context.lengths)
-        chunks = cut(*rows, config.chunk_size, config.position_layout, context.passages)
-        positions = max(chunks.lengths) if self._can_move else max(context.lengths)
-        check_context_length(config.decoder_config, positions + self.first_slot_position, config.chunk_size)
-        is_long = [n > self._most_positions for n in context.lengths for _ in range(chunks.chunks_per_row)]
-        if any(is_long):
-            # No base reads farther than its positions: the chunks of these are read right behind the opening.
-            starts = chunks.starts.where(torch.tensor(is_long, device=chunks.starts.device), 0)
-            chunks.position_ids = chunks.position_ids - starts[:, None]
-        return chunks
-
-    def opened(self, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids, mask and positions of the opening and the chunks behind it, `(num_chunks, num_places)` each."""
-        num_chunks, ids = len(chunks.lengths), chunks.input_ids
-        opening = torch.tensor(self.config.opening_ids, dtype=torch.long, device=ids.device).expand(num_chunks, -1)
-        mask = torch.cat([torch.ones_like(opening), chunks.attention_mask], dim=1)
-        places = torch.arange(opening.shape[1], device=ids.device).expand_as(opening)
-        # The layout counts from 1, the base from 0.
-        position_ids = torch.cat([places, chunks.position_ids - 1 + opening.shape[1]], dim=1)
-        return torch.cat([opening, ids], dim=1), mask, position_ids
-
-    @property
-    def _most_positions(self) -> int:
-        """Tokens of a context that have positions of their own behind the opening."""
-        limit = self.config.max_position_embeddings
-        return sys.maxsize if limit is None else limit - self.first_slot_position
-
-    @property
-    def _can_move(self) -> bool:
-        return inverse_frequencies(self.encoder_backbone) is not None
-
-    def moves(self, chunks: Chunks) -> Tensor | None:
-        """How far behind the place where it was read each chunk stands in its document, `(num_chunks,)`; `None` if all
-        were read in their places."""
-        rows = range(0, len(chunks.lengths), chunks.chunks_per_row)
-        if max(sum(chunks.lengths[row : row + chunks.chunks_per_row]) for row in rows) <= self._most_positions:
-            return None
-        return chunks.starts + 1 - chunks.position_ids[:, 0]
-
-    def in_their_places(self, key_values: KeyValues, moves: Tensor) -> KeyValues:
-        """Keys and values of chunks, moved by `moves`."""
-        return _moved(key_values, moves, inverse_frequencies(self.encoder_backbone))
-
-    def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
-        """That of each chunk's first token: which of its tokens the pairs of a slot are of, their heads settle."""
-        of_slots = [chunk for chunk, count in enumerate(counts) for _ in range(count)]
-        starts = chunks.starts[torch.tensor(of_slots, dtype=torch.long, device=slot_mask.device)] + 1
-        return torch.zeros_like(slot_mask).masked_scatter(slot_mask.bool(), starts)
-
-    def _starts_and_lengths(self, memory: CompressedContext) -> tuple[Tensor, Tensor]:
-        """Where the chunk of each slot is read, as in `position_ids`, and the positions that each row takes: keys keep
-        their places, unless a context has more tokens than the base positions."""
-        starts, lengths, num_slots = memory.position_ids, memory.num_context_tokens, memory.attention_mask.shape[1]
-        is_short = isinstance(memory.ratio, int) and num_slots * memory.ratio <= self._most_positions
-        if is_short or not num_slots or memory.inverse_frequencies is None:
-            return starts, lengths
-        return same_starts(memory, lengths > self._most_positions)
-
-    def cache_of_slots(self, memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:
-        starts, _ = self._starts_and_lengths(memory)
-        if starts is not memory.position_ids:
-            pairs = _moved(memory.key_values or (), starts - memory.position_ids, memory.inverse_frequencies)
-            memory = replace(memory, key_values=pairs, position_ids=starts, check=False)
-        return super().cache_of_slots(memory, is_full, cache, use_cache)
-
-    def text_position_offset(self, memory: CompressedContext, input_ids: Tensor, text_mask: Tensor | None) -> Tensor:
-        offset = self._starts_and_lengths(memory)[1] + self.first_slot_position
-        mask = torch.ones_like(input_ids) if text_mask is None else text_mask[:, -input_ids.shape[1] :]
-        moved = self._moves_first(input_ids, mask)
-        return offset if moved is None else offset - moved.sum(dim=1)
-
-    def first_inputs(
-        self,
-        text: TokenRows,
-        position_ids: Tensor | None,
-        memory: CompressedContext | None,
-        offset: Tensor | None,
-        is_full: bool = False,
-        longest: int | None = None,
-    ) -> tuple[dict[str, Any], PackedSequence | None]:
-        inputs, sequence = super().first_inputs(text, position_ids, memory, offset, is_full, longest)
-        moved = None if memory is None else self._moves_first(text.input_ids, text.attention_mask)
-        if moved is not None:
-            # The text's own opening ends where the one that the context was read behind does.
-            ids = text_positions(text.attention_mask) if position_ids is None else position_ids
-            ids = ids + self.first_slot_position - moved.sum(dim=1, keepdim=True)
-            inputs["position_ids"] = torch.where(moved, ids, inputs["position_ids"])
-        return inputs, sequence
-
-
-def same_starts(memory: CompressedContext, is_long: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the chunks of long contexts start once all of them stand at the same positions (Parallel Context Windows)."""
-    starts, lengths, is_real = memory.position_ids, memory.num_context_tokens, memory.attention_mask.bool()
-    ends = pad(starts, (0, 1))[:, 1:].where(pad(is_real, (0, 1))[:, 1:], lengths[:, None] + 1)
-    longest = (ends - starts).masked_fill(~is_real, 0).amax(dim=1)
-    return starts.masked_fill(is_long[:, None] & is_real, 1), longest.where(is_long, lengths)
-
-
-def _moved(key_values: KeyValues, moves: Tensor, frequencies: Tensor | None) -> KeyValues:
-    """Pairs at other positions, see [`rotation`]."""
-    if not key_values or frequencies is None:
-        return key_values
-    tables = rotation(moves, frequencies, key_values[0][0])
-    return tuple((rotated(keys, tables), values) for keys, values in key_values)

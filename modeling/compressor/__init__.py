@@ -6,7 +6,6 @@ memory of these. A memory and a text: `modeling_compressor` makes one sequence o
 over it; `causal_lm` has the loss and `generate`. Where the decoder looks at slots by cross-attention,
 `encoder_decoder_compressor` does all of that. `pretrained_compressor` takes, saves and loads weights.
 
-Several methods share `memory_token_compressor`, `key_value_selection` and `headwise_reading`; `opened_contexts` is
-for contexts behind a chat's opening, and for those longer than a base's positions. `context_compression_qa` goes
-from texts to answers; `serving` and `decoder_export` are for servers of the decoder alone.
+Several methods share `memory_token_compressor`, `key_value_selection` and `headwise_reading`. `context_compression_qa`
+goes from texts to answers; `serving` and `decoder_export` are for servers of the decoder alone.
 """

@@ -7,7 +7,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -342,24 +341,13 @@ class CompressedContext:
             A new memory.
 
         Raises:
-            TypeError: Something else.
-            ValueError: A tensor of more than one dimension.
             IndexError: A row outside the batch.
         """
         if isinstance(index, slice):
             index = range(self.batch_size)[index]
-        if not isinstance(index, Tensor):
-            places = list(index) if isinstance(index, Sequence) and not isinstance(index, (str, bytes)) else [index]
-            if not all(_is_int(place) for place in places):
-                raise TypeError(
-                    f"index must be an int, a slice, a list of ints, or a tensor of ints or bools, got {index!r}"
-                )
-            index = torch.tensor(places, dtype=torch.long)
-        elif index.is_floating_point() or index.is_complex():
-            raise TypeError(f"index must be a tensor of ints or bools, got one of {index.dtype}")
-        elif index.dim() > 1:
-            raise ValueError(f"index must have at most one dimension, got shape {tuple(index.shape)}")
-        index = torch.arange(self.batch_size)[index.cpu()].reshape(-1).to(self.device)
+        index = torch.as_tensor(index).cpu()
+        # An empty list has no integer type.
+        index = torch.arange(self.batch_size)[index if index.numel() else index.long()].reshape(-1).to(self.device)
         length = int(self.num_slots[index].max()) if len(index) else 0
         fields = map_carrier(self, lambda tensor: tensor[index][..., :length, :])
         return self._replace(fields, lambda tensor: tensor[index] if tensor.dim() == 1 else tensor[index, :length])
@@ -372,15 +360,7 @@ class CompressedContext:
 
         Returns:
             A new memory of `batch_size * repeats` rows.
-
-        Raises:
-            TypeError: `repeats` is no int.
-            ValueError: It is below one.
         """
-        if not _is_int(repeats):
-            raise TypeError(f"repeats must be an int, got {repeats!r}")
-        if repeats < 1:
-            raise ValueError(f"repeats must be 1 or more, got {repeats}")
         fields = map_carrier(self, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
         return self._replace(fields, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
@@ -484,7 +464,3 @@ class CompressedContext:
         others: dict[str, Any] = {name: function(getattr(self, name)) for name in names}
         # What is taken from a memory is as right as that is.
         return replace(self, check=False, **fields, **others)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)

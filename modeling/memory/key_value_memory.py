@@ -190,6 +190,20 @@ def key_value_shape(config: Any) -> tuple[int, int, int]:
     return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
 
 
+def position_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes that keys and values of one position take in a language model's cache, over all layers and heads."""
+    layers, heads, head_dim = key_value_shape(config)
+    return 2 * layers * heads * head_dim * dtype.itemsize
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes of all keys and values that a cache holds or that lie beside it."""
+    layers, _ = cached_pairs(cache) or ((), 0)
+    held = [*((layer.keys, layer.values) for layer in cache.layers)]
+    held += [(group.keys, group.values) for layer in layers for group in layer]
+    return sum(keys.nbytes + values.nbytes for keys, values in held)
+
+
 def check_same_key_values(config: Any) -> None:
     """An encoder whose keys and values the decoder reads must have the decoder's layers, heads and head dimension.
 

@@ -31,6 +31,7 @@ from context_compressors.evaluation.paired import paired_difference
 from context_compressors.evaluation.report_tables import report_markdown
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.evaluation.tallies import Tally
+from context_compressors.modeling.memory.key_value_memory import position_bytes
 from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 from context_compressors.modeling.parts.text_ids import text_tokenizer
 from context_compressors.training.objectives.compression_collator import CompressionCollator
@@ -347,6 +348,10 @@ def test_rows_say_what_the_conditions_cost(model, tokenizer):
     prompts = [1 + len(f"\nQuestion: {row['question']}\nAnswer:") for row in rows]
     lengths = [len(row["context"]) for row in rows]
     costs = {row.condition: row.costs for row in report.rows}
+    width = position_bytes(model.config.decoder_config, model.dtype)
+    assert {name: cost.pop("cache_bytes") / width for name, cost in costs.items()} == pytest.approx(
+        {name: cost["decoder_positions"] for name, cost in costs.items()}
+    )
     assert costs["no_context"] == {"decoder_positions": sum(prompts) / 4}
     assert costs["full_context"] == {
         "memory_bytes": pytest.approx(sum(lengths[:3]) / 3),

@@ -99,12 +99,13 @@ def test_a_compressors_card_holds_every_score_beside_its_bounds(root: Path, repo
             conditions = ("no_context", f"ratio={ratio}", "full_context")
             expected = [report.score(dataset.split()[0], task, name, metric) for name in conditions]
             task_name = task.replace("_", " ").capitalize()
-            *found, retention, slots, kilobytes = rows[task_name, dataset, shown, str(ratio)]
+            *found, retention, slots, kilobytes, cache = rows[task_name, dataset, shown, str(ratio)]
             assert [cell.partition(" [")[0] for cell in found] == [f"{value:.2f}" for value in expected]
             place = (dataset.split()[0], task, conditions[1])
             [row] = [row for row in report.rows if (row.dataset, row.task, row.condition) == place]
             is_main = metric == report.main_metric(task) and row.retention is not None
             assert retention == (f"{row.retention:.0f}" if is_main else "–")
+            assert cache == f"{row.costs['cache_bytes'] / 1000:,.0f}"
             assert (slots, kilobytes) == (f"{row.costs['slots']:.0f}", f"{row.costs['memory_bytes'] / 1000:.0f}")
             low, high = row.intervals[metric]
             assert found[1].endswith(f" [{low:.2f}, {high:.2f}]") or math.isnan(low)

@@ -287,8 +287,7 @@ def test_heads_that_no_layer_has_are_refused():
     memory = KV_ZIP.model.compress(ids_of(13), ratio=3)
     num_heads = memory.head_ids.shape[2]
     for head_ids, error, message in (
-        (memory.head_ids + num_heads, ValueError, f"head_ids must be 0 to {num_heads - 1}"),
-        (memory.head_ids - 1, ValueError, f"head_ids must be 0 to {num_heads - 1}"),
+        (memory.head_ids + num_heads, ValueError, "head_ids must be those of the heads"),
         (memory.head_ids[:, 1:], ValueError, "head_ids must have shape"),
         (memory.head_ids.float(), TypeError, "head_ids must be an integer tensor"),
     ):
