@@ -17,7 +17,7 @@ from context_compressors.configuration.methods import METHODS, config_class
 from context_compressors.training.arguments import parse_recipe, read_recipe
 
 TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((DOCS / "methods").glob("*.md"))}
-HEADINGS = ["Equations", "Settings", "What it costs", "When to use it", "Scores", "Train it"]
+HEADINGS = ["Equations", "Settings", "Example", "Results", "Train"]
 _SIZES = json.loads((ROOT / "benchmarks" / "checkpoint_sizes" / "sizes.json").read_text(encoding="utf-8"))["rows"]
 SIZES = {row["method"]: row for row in _SIZES}
 
@@ -51,7 +51,7 @@ def test_every_method_of_the_register_has_a_page_with_its_picture_settings_sizes
             for name in re.findall(r"\w+", names):
                 assert says(ast.literal_eval(default), getattr(config, name)), f"{method}: {name} is {default}"
         own, slot = SIZES[method]["own_parameters"], SIZES[method]["slot_bytes"]
-        assert (f"{own / 1e6:.1f}M parameters" if own else "- Trained: nothing.") in text, method
+        assert (f"{own / 1e6:.1f}M parameters" if own else "It trains nothing.") in text, method
         assert f"{slot:,} bytes" in text, method
         recipes = re.findall(r"[\w.]+(?:/[\w.]+)+\.yaml", text)
         assert bool(recipes) == config.is_trained, method
