@@ -71,10 +71,10 @@ def test_the_counts_are_those_of_saved_checkpoints(sizes, tiny_base, monkeypatch
     assert kept * 2 / 32 == row["base_bytes_per_token"]
 
 
-def test_the_page_on_methods_shows_the_result_file_with_every_method(sizes):
+def test_the_page_shows_the_result_file_with_every_method(sizes):
     rows = json.loads((ROOT / "benchmarks" / "checkpoint_sizes" / "sizes.json").read_text())["rows"]
     assert [row["method"] for row in rows] == list(METHODS)
-    assert sizes.table_of(rows, [4, 16]) in (ROOT / "docs" / "methods.md").read_text()
+    assert sizes.table_of(rows, [4, 16]) in (ROOT / "benchmarks" / "checkpoint_sizes" / "README.md").read_text()
 
 
 def test_comprexit_is_under_40_mb(sizes):
