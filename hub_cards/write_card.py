@@ -42,8 +42,8 @@ _METRICS = {
     "reconstruction": {"token_accuracy": "token accuracy", "bleu": "BLEU"},
     "continuation": {"perplexity": "perplexity"},
 }
-# Condition of the evaluation -> how the card calls what the decoder's places hold instead of slots.
-_ALTERNATIVES = {"cut": "cut text", "bm25": "BM25's sentences", "self_information": "surprising tokens"}
+# Condition of the evaluation -> name of the baseline on the card.
+_ALTERNATIVES = {"cut": "truncated text", "bm25": "BM25 sentences", "self_information": "unexpected tokens"}
 _NOT_STATED = "not stated"
 # What a recipe's entry says of its data.
 _OF_DATA = ("licence", "hub_id", "title")
