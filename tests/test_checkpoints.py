@@ -42,6 +42,7 @@ def test_there_is_a_checkpoint_for_everybody():
     assert {folder.name for folder in FOLDERS} == set(pages.CHECKPOINTS), "README's table has all of them"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_the_code_beside_published_weights_is_the_code_of_the_package(folder: Path, tmp_path: Path):
     config = AutoConfig.from_pretrained(folder)
@@ -144,6 +145,7 @@ def test_the_small_checkpoints_take_at_most_8_mb_without_code_or_pickles():
     assert {Path(name).suffix for name in content} == {".json", ".md", ".safetensors"}
 
 
+@pytest.mark.slow
 def test_the_base_of_the_small_compressor_is_the_base_beside_it(small_checkpoints: Path):
     base = AutoModelForCausalLM.from_pretrained(small_checkpoints / "base")
     compressor = MeanPoolingForCausalLM.from_pretrained(small_checkpoints / "mean_pooling")
@@ -153,6 +155,7 @@ def test_the_base_of_the_small_compressor_is_the_base_beside_it(small_checkpoint
         torch.testing.assert_close(ours, base(input_ids=text.input_ids).logits, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_small_compressor_has_its_four_ratios(small_checkpoints: Path):
     compressor = MeanPoolingForCausalLM.from_pretrained(small_checkpoints / "mean_pooling")
     tokenizer = AutoTokenizer.from_pretrained(small_checkpoints / "mean_pooling")

@@ -27,6 +27,7 @@ def test_its_code_prints_what_it_says(smollm2_base: Path, tmp_path: Path):
     assert [printed for _, printed in outputs] == [block.content for block, _ in outputs], "run tests/pages.py"
 
 
+@pytest.mark.slow
 def test_the_tables_of_scores_are_those_of_the_result_files():
     for path in (pages.README, pages.SCORES / "README.md"):
         text = path.read_text(encoding="utf-8")

@@ -122,7 +122,13 @@ def check_at_least(least: int, **values: int) -> None:
 
 
 def stack_flops(config: PreTrainedConfig, length: int, num_layers: int | None = None) -> int:
-    """Operations of a stack of layers over `length` tokens at once: F^Encoder and F^LSA of equation 11."""
+    """Operations of a stack of layers over `length` tokens at once: F^Encoder and F^LSA of equation 11.
+
+    Args:
+        config: a language model's configuration.
+        length: tokens.
+        num_layers: layers that they go through; all of the model's when `None`.
+    """
     return LayerShape.from_config(config).flops(length) * (
         config.num_hidden_layers if num_layers is None else num_layers
     )
@@ -148,7 +154,17 @@ def as_numbers(version: str) -> tuple[int, ...]:
 
 
 def check_versions(fields: dict[str, Any]) -> None:
-    """Check that this code reads a stored configuration."""
+    """Check that this code reads a stored configuration.
+
+    A warning is given when newer code wrote it: fields of the same schema mean the same, but a field that has joined
+    since is not known here.
+
+    Args:
+        fields: the content of `config.json`.
+
+    Raises:
+        ValueError: the schema is not this code's.
+    """
     schema = fields.get("config_schema", 0)
     written_by = fields.get("code_version", "an unknown version")
     if not isinstance(schema, int) or isinstance(schema, bool) or schema < 0:

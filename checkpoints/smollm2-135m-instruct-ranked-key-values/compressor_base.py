@@ -41,7 +41,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -60,13 +59,8 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    cached_file as cached_file_of_transformers_utils,
-    logging,
-)
-from transformers.utils.hub import cached_file, extract_commit_hash, get_checkpoint_shard_files
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from .configuration_ranked_key_values import (
@@ -76,7 +70,6 @@ from .configuration_ranked_key_values import (
     RETRIEVAL_LOADER,
     check_choice,
     is_number,
-    nearest,
     nearest_name,
 )
 
@@ -119,25 +112,6 @@ def is_whole(folder: Path) -> bool:
     )
 
 
-def hub_name(folder: str | os.PathLike) -> tuple[str | None, str | None]:
-    """Hub id and commit of a folder in this cache, where the commit is `None`, or in the Hub's; else both `None`."""
-    # Not resolved: a cache may be a link to another disk, and so may be what is in it.
-    path = Path(os.path.abspath(folder))
-    if path.parent == Path(os.path.abspath(cache_folder())) / "bases":
-        return path.name.replace("--", "/", 1), None
-    repository = path.parent.parent.name
-    if path.parent.name == "snapshots" and repository.startswith("models--"):
-        return repository.removeprefix("models--").replace("--", "/", 1), path.name
-    return None, None
-
-
-def find_base(name: str | os.PathLike) -> tuple[str | os.PathLike, str | None, str | None]:
-    """Where to load a base from, and the Hub id and commit of that if it is a folder in a cache."""
-    place = cached_base(name) or name
-    hub_id, commit = hub_name(place) if os.path.isdir(place) else (None, None)
-    return place, hub_id, commit
-
-
 # checkpoint/gguf_files.py
 
 def gguf_arguments(gguf_file: str | None) -> dict[str, Any]:
@@ -177,10 +151,7 @@ PASSES = "_context_compressor_passes"
 
 
 class Passes(threading.local):
-    """Which adapters, or maps in place of the base's, are active in this thread's pass; `None` where it makes none.
-
-    Not a `ContextVar`: `torch.compile` can trace this one, if the attribute that it writes is there before.
-    """
+    """Which adapters, or maps in place of the base's, are active in this thread's pass; `None` where it makes none."""
 
     def __init__(self) -> None:
         # In each thread that looks.
@@ -367,17 +338,7 @@ def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[No
 
 
 class CheckpointWithAdapters:
-    """A gradient-checkpointing function that recomputes with the adapters that were active in the forward pass.
-
-    Plain checkpointing recomputes a layer with whatever adapter is active during backward, which is silently wrong
-    when encoder and decoder share their base. It is always non-reentrant: reentrant checkpointing would lose the
-    gradients of a frozen base's adapters.
-
-    Args:
-        model: the model that is checkpointed.
-        checkpoint: what runs a function and keeps its inputs alone, `torch.utils.checkpoint.checkpoint` with any
-            settings, `use_reentrant` aside; or a wrapper of it that keeps them elsewhere.
-    """
+    """A gradient-checkpointing function that recomputes with the adapters that were active in the forward pass."""
 
     def __init__(self, model: nn.Module, checkpoint: Callable[..., Any]):
         self.checkpoint = checkpoint
@@ -538,21 +499,7 @@ def check_ids(name: str, ids: Tensor) -> None:
 
 @dataclass
 class TokenRows:
-    """Token ids with their mask; `lengths` and checked values come with [`check_together`].
-
-    Args:
-        name: what errors call the ids.
-        input_ids: `(batch_size, num_tokens)`.
-        attention_mask: same shape, int64; -1 where the caller's mask held neither one nor zero.
-        vocab_size: ids below it are known; `None` leaves the ids unchecked.
-        task_token_ids: the method's own special tokens, which are known, too.
-        needs_tokens: whether every row must have a token.
-        lengths: number of real tokens of each row.
-        borders: `(batch_size, num_passages)`, how many of a row's tokens are in each of its passages; `None`: the rows
-            are not made of passages.
-        passages: the same without zeros, known on the host.
-        targets: labels that go with the rows, of any shape; `None`: there are none.
-    """
+    """Token ids with their mask; `lengths` and checked values come with [`check_together`]."""
 
     name: str
     input_ids: Tensor
@@ -858,16 +805,7 @@ def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | Non
 
 @dataclass
 class PackedSequence:
-    """A batch of `[pads, slots, text]` rows, or of `[slots, text, pads]`.
-
-    Args:
-        attention_mask: `(batch_size, num_slots + num_text_tokens)`, one for real places.
-        order: Same shape; the place in `[slots, text]` that each place of a row is taken from. `None`: as it is.
-        text_places: `(batch_size, num_text_tokens)`, the place whose state belongs to each text token.
-        pad_in_front: whether every row starts with one more pad, see `pack`.
-        is_full: whether the mask is known to hold ones alone.
-        pads_behind: whether pads stand behind their rows.
-    """
+    """A batch of `[pads, slots, text]` rows, or of `[slots, text, pads]`."""
 
     attention_mask: Tensor
     order: Tensor | None
@@ -1602,12 +1540,6 @@ def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
     return torch.stack(runs).view(count, _RUNS, _RUN) if runs else torch.empty(0, _RUNS, _RUN)
 
 
-def sample_text(model: PreTrainedModel) -> str:
-    """[`sample`] as text: base64 of the values in the model's type, 2.8 kB for 16 parameters in float32."""
-    dtype = _sample_type(model.dtype)
-    return base64.b64encode(sample(model, dtype).to(dtype).view(torch.uint8).numpy().tobytes()).decode()
-
-
 def _sample_type(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
 
@@ -1696,11 +1628,6 @@ def whole(tensor: Tensor) -> Tensor:
 # checkpoint/peft_adapters.py
 
 _FETCHING_of_peft_adapters = {"cache_dir", "token", "local_files_only", "subfolder", "revision"}
-# Fields of PEFT's that change what the maps compute, and their values where they do not.
-_PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False}
-# Others change the base's own weights, too.
-_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-_ABSENT = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
 
 
 def adapter_and_model(name: str | os.PathLike, keywords: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -1727,77 +1654,7 @@ def put_adapter_on(model: Any, adapter: str | os.PathLike, name: str, trains: bo
     return LoadStateDictInfo(set(), set(), set(), [], {}, set())
 
 
-def peft_weight_names(backbone: Any, name: str) -> dict[str, torch.nn.Parameter]:
-    """The weights of an adapter by the names that PEFT gives them in a model with a head."""
-    return {
-        f"base_model.model.{backbone.base_model_prefix}.{path}.{part}.weight": getattr(layer, part)[name].weight
-        for path, layer in backbone.named_modules()
-        if name in getattr(layer, "lora_A", ())
-        for part in ("lora_A", "lora_B")
-    }
-
-
-@torch.no_grad()
-def load_peft_adapter(model: Any, adapter: str | os.PathLike, fetching: dict[str, Any]) -> None:
-    """Let the adapter that `model` answers with, the shared one or its decoder's, start as one of PEFT's."""
-    names = ("adapter_config.json", "adapter_model.safetensors")
-    files = [cached_file_of_transformers_utils(str(adapter), name, **fetching) for name in names]
-    with open(files[0], encoding="utf-8") as file:
-        found = json.load(file)
-    for field, value in {**_PLAIN, **dict.fromkeys(_ABSENT)}.items():
-        if (found.get(field) or None) != (value or None):
-            raise ValueError(
-                f"the adapter {adapter} is not plain LoRA: its {field} is {found[field]!r}, not {value!r}"
-            )
-    if found.get("init_lora_weights") not in _STARTS:
-        raise ValueError(
-            f"the adapter {adapter} is not plain LoRA: its init_lora_weights is {found['init_lora_weights']!r}, which "
-            f"changes the base, too; allowed: {list(_STARTS)}"
-        )
-    name, settings = SHARED if model.config.shared_adapter else DECODER, model.config.decoder_lora
-    if settings is None:
-        raise ValueError(
-            f"{type(model).__name__} answers without an adapter that could start as {adapter}: give `decoder_lora`"
-        )
-    given, own = (found["r"], found["lora_alpha"]), (settings["rank"], settings["alpha"])
-    if given != own:
-        raise ValueError(f"the adapter {adapter} has rank and alpha {given}, and the compressor's own {own}")
-    tensors, weights = load_file(files[1]), peft_weight_names(model.base_model.language_model, name)
-    if unlike := sorted(tensors.keys() ^ weights.keys()):
-        raise ValueError(
-            f"the adapter {adapter} sits on other maps than the compressor's, the first is {unlike[0]!r}: give "
-            "`target_modules` as it has them"
-        )
-    for key, weight in weights.items():
-        if weight.shape != tensors[key].shape:
-            raise ValueError(
-                f"{key} of the adapter {adapter} is {tuple(tensors[key].shape)}, and of this base "
-                f"{tuple(weight.shape)}: it belongs to another base"
-            )
-        weight.copy_(tensors[key])
-
-
 # checkpoint/encoder_tokenizer.py
-
-ENCODER_TOKENIZER = "encoder_tokenizer"
-
-
-def encoders_tokenizer(
-    base: str | os.PathLike,
-    encoder: str | os.PathLike,
-    base_loading: dict[str, Any],
-    encoder_loading: dict[str, Any],
-    is_needed: bool,
-) -> PreTrainedTokenizerBase | None:
-    """The encoder's tokenizer, if it has one and it makes other tokens than the base's, or is needed in any case."""
-    found = _tokenizer(encoder, encoder_loading)
-    if found is None or is_needed:
-        return found
-    other = _tokenizer(base, base_loading)
-    probe = "The tokens of one text, 1 and 23."
-    same = other is not None and other.get_vocab() == found.get_vocab() and other(probe) == found(probe)
-    return None if same else found
-
 
 def load_encoder_tokenizer(
     checkpoint: str | os.PathLike, subfolder: str, loading: dict[str, Any]
@@ -1829,13 +1686,7 @@ _MARK = "\ue000{}\ue001"
 
 @dataclass(frozen=True)
 class PromptIds:
-    """Token ids around a document and between the answers about it.
-
-    Args:
-        head: in front of the document or its slots: the opening of the user's turn in a chat, else nothing.
-        turns: in front of each answer; those of the first follow the document.
-        end: what ends an answer: the template's end of a turn in a chat, else EOS.
-    """
+    """Token ids around a document and between the answers about it."""
 
     head: list[int]
     turns: list[list[int]]
@@ -2262,29 +2113,6 @@ def base_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return tensors if head is None else {**tensors, _HEAD: head.weight}
 
 
-def base_entry(
-    model: PreTrainedModel, name: str | os.PathLike, hub_id: str | None, revision: str | None, loading: dict[str, Any]
-) -> dict[str, str | None]:
-    """What a light checkpoint records of a base: `repo_id` and `revision` on the Hub, `subfolder` if it is in one,
-    `gguf_file` if it is one, `samples`, `dtype`, and sums of all `weights` in it and in narrower types."""
-    is_folder = os.path.isdir(name)
-    if not is_folder:
-        found = {n: loading[n] for n in (*DOWNLOAD_ARGUMENTS, "subfolder") if n in loading}
-        file = cached_file(name, loading.get("gguf_file") or "config.json", revision=revision, **found)
-        # A branch moves on: what was loaded is a commit.
-        revision = extract_commit_hash(file, None) or revision
-    # Of a folder that is called a copy of a repository, only the weights are said to be the same, not the files.
-    inside = {} if is_folder else {field: loading[field] for field in _PLACE_FIELDS if loading.get(field)}
-    return {
-        "repo_id": hub_id or (None if is_folder else str(name)),
-        "revision": revision,
-        **inside,
-        "weights": {_name(kind): all_weights(model, kind) for kind in (model.dtype, *_narrower(model.dtype))},
-        "samples": sample_text(model),
-        "dtype": _name(model.dtype),
-    }
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -2303,12 +2131,7 @@ def _checksums(tensor: Tensor) -> dict[torch.dtype, str]:
 
 
 class BaseRecord:
-    """What a model in memory knows of its bases.
-
-    Args:
-        entries: of each base, what a light checkpoint records; see [`base_entry`].
-        tensors: the weights that are the bases' own, by name; their checksums are kept.
-    """
+    """What a model in memory knows of its bases."""
 
     def __init__(self, entries: Mapping[str, dict[str, str | None]], tensors: Iterable[tuple[str, Tensor]]):
         self.entries = {base: dict(entry) for base, entry in entries.items()}
@@ -2321,12 +2144,7 @@ class BaseRecord:
         return all(entry["repo_id"] is not None for entry in self.entries.values())
 
     def without_base(self, state: Mapping[str, Tensor], trained: set[str]) -> dict[str, Tensor]:
-        """The part of a state that differs from the bases: other parts, and base weights that train or have changed.
-
-        Args:
-            state: weights by name.
-            trained: names of what trains now.
-        """
+        """The part of a state that differs from the bases: other parts, and base weights that train or have changed."""
         return {name: tensor for name, tensor in state.items() if name in trained or not self._is_base(name, tensor)}
 
     def _is_base(self, name: str, tensor: Tensor) -> bool:
@@ -2480,27 +2298,6 @@ def merge(
             of_the_base.add(name)
     of_the_base |= {name for name, other in tied.items() if other in of_the_base}
     return {**merged, **own}, of_the_base
-
-
-def check_base(language_model: PreTrainedModel) -> None:
-    """Refuse a base that a compressor cannot hold whole: what it lacked would silently change its output."""
-    name = type(language_model).__name__
-    devices = {str(tensor.device) for tensor in language_model.state_dict().values()}
-    if len(devices) > 1 or "meta" in devices:
-        raise ValueError(
-            f"`from_base` needs the whole base on one device, `device_map` put it on {sorted(devices)} (meta is "
-            "offloaded); save the compressor and load it with `from_pretrained(..., device_map=...)` instead"
-        )
-    if getattr(language_model, "hf_quantizer", None) is not None:
-        raise ValueError(
-            "the base is quantized: start from the unquantized one, save the compressor, and quantize it with "
-            "`from_pretrained(..., quantization_config=...)`"
-        )
-    if getattr(language_model.get_output_embeddings(), "bias", None) is not None:
-        raise ValueError(f"the LM head of {name} has a bias, which compressors do not support")
-    for field in ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_soft_cap"):
-        if getattr(language_model.config, field, None) not in (None, 1, 1.0):
-            raise ValueError(f"{name} scales or caps its logits (`{field}`), which compressors do not support")
 
 
 def share_weights(target: PreTrainedModel, source: nn.Module, copied: bool = False) -> None:
@@ -2714,13 +2511,7 @@ _MOST_RATIO = torch.iinfo(torch.uint8).max
 
 @dataclass
 class HeadwisePairs:
-    """What stays of contexts where heads keep unlike numbers of pairs.
-
-    Args:
-        key_values: for each layer keys and values `(batch_size, num_heads, num_slots, head_dim)`.
-        head_ids: `(batch_size, num_slots, num_layers * num_heads)`, see `CompressedContext`.
-        coarsest_ratios: same shape, likewise.
-    """
+    """What stays of contexts where heads keep unlike numbers of pairs."""
 
     key_values: KeyValues
     head_ids: Tensor
@@ -2735,14 +2526,7 @@ class HeadwisePairs:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> HeadwisePairs:
-        """Room for pairs, filled with anything.
-
-        Args:
-            batch_size, num_slots: how many.
-            shape: `(num_layers, num_heads, head_dim)`.
-            dtype: of keys and values.
-            device: where.
-        """
+        """Room for pairs, filled with anything."""
         layers, heads, head_dim = shape
         of_pairs = (batch_size, num_slots, layers * heads)
         size = (batch_size, heads, num_slots, head_dim)
@@ -3402,40 +3186,6 @@ def name_as_stored(model: PreTrainedModel, load_stored: Callable[[], Mapping[str
     backbone._stored_fingerprints = {weights_fingerprint(backbone): weights_fingerprint(backbone, stored=stored)}
 
 
-def link_base(
-    model: PreTrainedModel,
-    base: str | os.PathLike,
-    encoder: str | os.PathLike | None,
-    hub_id: str | None,
-    loading: dict[str, Any],
-) -> None:
-    """Record which weights are a base model's own; arguments and errors as `CompressorPreTrainedModel.link_base`."""
-    _check_base_stays(model)
-    revision = loading.get("revision")
-    if hub_id is None and revision is None:
-        base, hub_id, revision = find_base(base)
-    language_model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", **loading)
-    entries = {DECODER_BASE: base_entry(language_model, base, hub_id, revision, loading)}
-    bases = {DECODER_BASE: base_tensors(language_model)}
-    if encoder is not None:
-        encoder, encoder_id, encoder_revision = find_base(encoder)
-        fetching = {name: loading[name] for name in DOWNLOAD_ARGUMENTS if name in loading}
-        own_encoder = AutoModel.from_pretrained(encoder, config=model.config.encoder_config, dtype="auto", **fetching)
-        entries[ENCODER_BASE] = base_entry(own_encoder, encoder, encoder_id, encoder_revision, fetching)
-        bases[ENCODER_BASE] = base_tensors(own_encoder)
-    same = []
-    for key, tensor in model.state_dict().items():
-        place = base_name(key)
-        source = None if place is None else bases.get(place[0], bases[DECODER_BASE]).get(place[1])
-        if source is not None and source.shape == tensor.shape and source.to(tensor).equal(tensor):
-            same.append((key, tensor))
-    if not same:
-        raise ValueError(f"no weight of this model is one of {base}")
-    model.config.base_model_name_or_path = hub_id or shown_name(base)
-    model.config.base_model_revision = entries[DECODER_BASE]["revision"]
-    remember_base(model, BaseRecord(entries, same))
-
-
 def _check_base_stays(model: PreTrainedModel) -> None:
     if model.trains_base:
         raise ValueError(f"{type(model).__name__} trains all of its base: its checkpoints are always whole")
@@ -3935,139 +3685,6 @@ def _written_class(model: nn.Module) -> type:
     return type(model)
 
 
-# checkpoint/from_base.py
-
-# What `from_base` hands to the base model's `from_pretrained`; everything else is a field of the configuration.
-_LOADING_ARGUMENTS = (
-    "attn_implementation",
-    "cache_dir",
-    "device_map",
-    "dtype",
-    "force_download",
-    "gguf_file",
-    "local_files_only",
-    "revision",
-    "subfolder",
-    "token",
-)
-# Those that belong to the base alone, and not to another model that encodes.
-_OF_THE_BASE_ALONE = ("revision", "subfolder", "gguf_file")
-# What `from_base` finds out itself.
-_FIELDS_OF_THE_BASE = (
-    "decoder_config",
-    "base_model_name_or_path",
-    "base_model_revision",
-    "encoder_name_or_path",
-    "encoder_revision",
-    "encoder_tokenizer",
-)
-
-
-def start_from_base(
-    model_class: Any,
-    base: str | os.PathLike,
-    encoder: str | os.PathLike | None,
-    encoder_revision: str | None,
-    hub_id: str | None,
-    adapter: str | os.PathLike | None,
-    fields: dict[str, Any],
-) -> PreTrainedModel:
-    """A new compressor of a class; arguments, result and errors as `CompressorPreTrainedModel.from_base`."""
-    loading = {name: fields.pop(name) for name in _LOADING_ARGUMENTS if name in fields}
-    _check_fields(model_class.config_class, fields)
-    source = {name: loading[name] for name in loading if name not in ("dtype", "attn_implementation", "device_map")}
-    gguf_file = loading.pop("gguf_file", None)
-    encoder_source = {name: source[name] for name in source if name not in _OF_THE_BASE_ALONE}
-    revision, encoder_id = loading.get("revision"), None
-    if hub_id is None and not any(source.get(name) for name in _OF_THE_BASE_ALONE):
-        base, hub_id, revision = find_base(base)
-    if encoder is None and encoder_revision is not None:
-        raise ValueError(f"`encoder_revision` is {encoder_revision!r}, but no `encoder` is given")
-    if encoder is not None:
-        encoder_source |= {} if encoder_revision is None else {"revision": encoder_revision}
-        if encoder_revision is None:
-            encoder, encoder_id, encoder_revision = find_base(encoder)
-        fields |= model_class.config_class.fields_of_encoder(encoder, encoder_source, fields)
-        fields["encoder_config"] = AutoConfig.from_pretrained(encoder, **encoder_source)
-        fields |= {
-            "encoder_name_or_path": encoder_id or shown_name(encoder),
-            "encoder_revision": encoder_revision,
-        }
-    config = model_class.config_class(
-        decoder_config=AutoConfig.from_pretrained(base, **source),
-        base_model_name_or_path=hub_id or shown_name(base),
-        base_model_revision=revision,
-        **fields,
-    )
-    language_model = model_class.base_auto_class.from_pretrained(base, **loading, **gguf_arguments(gguf_file))
-    check_base(language_model)
-    entries = {DECODER_BASE: base_entry(language_model, base, hub_id, revision, source)}
-    config.base_model_revision = entries[DECODER_BASE]["revision"]
-    config.decoder_config = language_model.config.get_text_config()
-    config._attn_implementation = language_model.config._attn_implementation
-    own_encoder = None
-    for field in config.sub_configs:
-        of_the_encoder = config.encoder_name_or_path if field == "encoder_config" else None
-        _name_parts(getattr(config, field), of_the_encoder or config.base_model_name_or_path)
-    if encoder is not None:
-        model_loading = {name: value for name, value in loading.items() if name not in source}
-        own_encoder = AutoModel.from_pretrained(
-            encoder, config=config.encoder_config, **{**model_loading, **encoder_source}
-        )
-        entries[ENCODER_BASE] = base_entry(own_encoder, encoder, encoder_id, encoder_revision, encoder_source)
-        config.encoder_revision = entries[ENCODER_BASE]["revision"]
-    with torch.device("meta"):
-        model = model_class(config)
-    model.load_base_weights(language_model, own_encoder)
-    if adapter is not None:
-        load_peft_adapter(model, adapter, {name: source[name] for name in DOWNLOAD_ARGUMENTS if name in source})
-    if not model.trains_base:
-        tensors = [(key, tensor) for key, tensor in model.state_dict().items() if base_name(key) is not None]
-        record = BaseRecord(entries, tensors)
-        remember_base(model, record)
-        if record.is_on_the_hub:
-            # As the light checkpoint of it is, whose base is read in the type that it is stored in.
-            places = {DECODER_BASE: (base, None, source)}
-            if encoder is not None:
-                places[ENCODER_BASE] = (encoder, config.encoder_config, encoder_source)
-            name_as_stored(model, lambda: merge(model, _stored_bases(places), {}, base)[0])
-    if encoder is not None:
-        is_needed = model.base_model.needs_encoder_tokenizer
-        model.encoder_tokenizer = encoders_tokenizer(base, encoder, source, encoder_source, is_needed)
-        config.encoder_tokenizer = None if model.encoder_tokenizer is None else ENCODER_TOKENIZER
-        if model.encoder_tokenizer is not None:
-            model.base_model.take_from_tokenizer(model.encoder_tokenizer)
-    return model.eval()
-
-
-def _name_parts(config: PreTrainedConfig | None, name: str | None) -> None:
-    """Give a configuration, and those inside it, the name that checkpoints show in place of a folder."""
-    if config is not None:
-        config.name_or_path = name
-        for field in config.sub_configs:
-            _name_parts(getattr(config, field, None), name)
-
-
-def _stored_bases(places: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    return {kind: base_tensors(load_base(kind, *place)) for kind, place in places.items()}
-
-
-def _check_fields(config_class: Any, fields: dict[str, Any]) -> None:
-    known = set()
-    for base in config_class.__mro__:
-        if base.__module__.rpartition(".")[2].startswith("configuration_"):
-            known |= set(inspect.signature(base.__init__).parameters)
-    known -= {"self", "kwargs", *_FIELDS_OF_THE_BASE}
-    if "quantization_config" in fields:
-        raise ValueError(
-            "a compressor starts from an unquantized base: leave `quantization_config` out, save the compressor, "
-            "and give it to `from_pretrained`"
-        )
-    for name in fields:
-        if name not in known:
-            raise ValueError(f"{config_class.__name__} has no field {name!r}{nearest(name, known)}")
-
-
 # memory/compressed_context.py
 
 _FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -4075,45 +3692,7 @@ _FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(eq=False, repr=False)
 class CompressedContext:
-    """Contexts of a batch after compression: the memory that `forward` and `generate` read instead of the contexts.
-
-    Every row's real slots come first; padding slots follow. Exactly one of `embeddings` and `key_values` is given.
-    `len(memory)` is the number of rows, `memory[index]` the same as `memory.rows(index)`.
-
-    Args:
-        embeddings: Slots in the decoder's embedding space, `(batch_size, num_slots, hidden_size)`. Of a quantised
-            memory these are integers, see [`quantize_tensor`].
-        key_values: One pair of rotated keys and values for each layer, each
-            `(batch_size, num_key_value_heads, num_slots, head_dim)`; integers likewise.
-        attention_mask: `(batch_size, num_slots)`, one for real slots and zero for padding slots.
-        position_ids: `(batch_size, num_slots)`, the slots' positions in the decoder.
-        num_context_tokens: `(batch_size,)`, number of real context tokens behind each row.
-        ratio: Context tokens per slot, one int or a LongTensor of shape `(batch_size,)`.
-        model_id: Name of the compressor whose memory this is; another one cannot read it. Empty for one that was made
-            in training mode, where weights change: no other model of this process reads it, and it is not saved.
-        position_layout: "default", "uniform" or "enhanced".
-        inverse_frequencies: Rotation frequencies of the keys, `(head_dim / 2,)`, for key/values only; `concatenate`
-            needs them where it moves keys to later positions.
-        question_fingerprints: `(batch_size,)`, the question that each row's context was compressed with, as a number;
-            `None` for memories that serve any question.
-        scales: What the integers of a quantised memory are multiplied with, in float16; `None` for another one. For
-            embeddings `(batch_size, num_slots, num_blocks)`; for key/values a pair for each layer, each
-            `(batch_size, num_key_value_heads, num_slots, num_blocks)`.
-        head_ids: For key/values of heads that keep unlike numbers of them, `(batch_size, num_slots, num_layers *
-            num_key_value_heads)`: of which head of the base, `layer * num_key_value_heads + head`, the pair in each
-            place is. A row with n slots has n pairs for each head on average. `None` where each head has its own
-            place.
-        coarsest_ratios: Beside `head_ids`, in uint8 and the same shape: the coarsest ratio at which the pair in each
-            place would stay, 255 for that and all above (see `at_ratio`). Slots of one chunk have the same
-            `position_ids`. `None` where it is not known.
-        maker: The compressor in this process that made it, if it still exists; neither saved nor pickled.
-        slot_counts: Slots of each row, where a compressor has just made it; neither saved nor handed on.
-        check: Whether to check all fields, which waits for the device; a compressor knows what it has made.
-
-    Raises:
-        TypeError: A field has the wrong type or dtype.
-        ValueError: The shapes do not fit together, or a value is out of range.
-    """
+    """Contexts of a batch after compression: the memory that `forward` and `generate` read instead of the contexts."""
 
     embeddings: Tensor | None = None
     key_values: KeyValues | None = None
@@ -4174,15 +3753,7 @@ class CompressedContext:
         return self.rows(index)
 
     def validate(self, finite: bool = False) -> None:
-        """Check types, shapes and values of all fields.
-
-        Args:
-            finite: Refuse NaN and infinite values in what carries the memory, too, as saving, loading and reading do.
-
-        Raises:
-            TypeError: A field has the wrong type or dtype.
-            ValueError: The shapes do not fit together, or a value is out of range.
-        """
+        """Check types, shapes and values of all fields."""
         check_memory_fields(self, finite)
 
     @property
@@ -4230,21 +3801,7 @@ class CompressedContext:
         return num_bytes(self)
 
     def quantize(self, quantization: str) -> CompressedContext:
-        """The memory in 8, 4 or 2 bits for each value, for keeping: models read it as any other.
-
-        Blocks of up to 128 neighbours in a slot have a float16 scale each, see [`quantize_tensor`]; the keys of "int2"
-        have 4 bits. No gradient flows through it.
-
-        Args:
-            quantization: "int8", "int4" or "int2".
-
-        Returns:
-            A new memory; this one, if it is in that form already.
-
-        Raises:
-            ValueError: Another form, one of another form already, "int4" and an odd width or "int2" and one that 8
-                does not divide, or values that are not finite or too large for float16 scales.
-        """
+        """The memory in 8, 4 or 2 bits for each value, for keeping: models read it as any other."""
         check_choice("quantization", quantization, tuple(QUANTIZATIONS))
         if self.quantization == quantization:
             return self
@@ -4256,27 +3813,11 @@ class CompressedContext:
         return replace(self, check=False, **quantized_fields(self, quantization))
 
     def dequantize(self, dtype: torch.dtype | str = torch.float32) -> CompressedContext:
-        """The memory in a floating-point type; of one that is not quantised the same as `to(dtype=dtype)`.
-
-        Args:
-            dtype: The type, or its name.
-
-        Raises:
-            TypeError: `dtype` is no floating-point type.
-            ValueError: A value does not fit in it.
-        """
+        """The memory in a floating-point type; of one that is not quantised the same as `to(dtype=dtype)`."""
         return self.to(dtype=dtype)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the memory to a safetensors file with a checksum, at once or not at all.
-
-        Args:
-            path: The file; missing folders are made, an existing file is replaced, a link by the file.
-
-        Raises:
-            ValueError: The memory has no `model_id` (it was made in training mode) or values that are not finite, or
-                the path is a folder or another thing that is no file.
-        """
+        """Write the memory to a safetensors file with a checksum, at once or not at all."""
         if not self.model_id:
             raise ValueError(
                 "a memory without `model_id` is not saved, since any model would read it: call `model.eval()` before "
@@ -4295,25 +3836,7 @@ class CompressedContext:
         dtype: torch.dtype | str | None = None,
         key_value_shape: tuple[int, int, int] | None = None,
     ) -> CompressedContext:
-        """Read a memory that `save` wrote, after checking every byte of it.
-
-        Args:
-            path: The file.
-            model_id: Refuse a memory of any other model.
-            hidden_size: Refuse anything but embeddings of this width.
-            device: Where to put the tensors; host memory if not given.
-            dtype: Floating-point type, or its name, to convert the carrier to, quantised or not; as saved if not
-                given.
-            key_value_shape: `(num_layers, num_key_value_heads, head_dim)`; refuse anything else.
-
-        Returns:
-            The memory.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-            ValueError: No memory file, a truncated or altered one, one without a model's name or with values that are
-                not finite, or one of another model or width.
-        """
+        """Read a memory that `save` wrote, after checking every byte of it."""
         tensors, metadata = read_memory_file(path)
         try:
             memory = cls(**fields_of_file(tensors, metadata))
@@ -4334,21 +3857,7 @@ class CompressedContext:
     def to(
         self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | str | None = None
     ) -> CompressedContext:
-        """The memory on another device or in another floating-point type; masks, ids and frequencies keep theirs.
-
-        Args:
-            device: Where to put the tensors, or the dtype alone.
-            dtype: Type of the carrier, float16, bfloat16, float32 or float64, or its name; a quantised memory is
-                dequantised.
-
-        Returns:
-            A new memory; tensors that need no change are shared.
-
-        Raises:
-            TypeError: `dtype` is none of these types.
-            ValueError: A finite value of the carrier does not fit in `dtype` (slots can be far larger than token
-                embeddings, and float16 ends at 65504).
-        """
+        """The memory on another device or in another floating-point type; masks, ids and frequencies keep theirs."""
         if isinstance(device, torch.dtype):
             device, dtype = None, device
         if isinstance(dtype, str):
@@ -4368,17 +3877,7 @@ class CompressedContext:
         return self._replace(fields, lambda tensor: tensor.to(device=device))
 
     def rows(self, index: int | slice | Sequence[int] | Tensor) -> CompressedContext:
-        """Some of the rows, without the padding slots that none of them needs.
-
-        Args:
-            index: An int (one row, still a batch), a slice, a list of ints, or a tensor of ints or bools.
-
-        Returns:
-            A new memory.
-
-        Raises:
-            IndexError: A row outside the batch.
-        """
+        """Some of the rows, without the padding slots that none of them needs."""
         if isinstance(index, slice):
             index = range(self.batch_size)[index]
         index = torch.as_tensor(index).cpu()
@@ -4389,81 +3888,22 @@ class CompressedContext:
         return self._replace(fields, lambda tensor: tensor[index] if tensor.dim() == 1 else tensor[index, :length])
 
     def repeat_interleave(self, repeats: int) -> CompressedContext:
-        """Each row `repeats` times in a row, as beams and several samples of one question need it.
-
-        Args:
-            repeats: Copies of each row, one or more.
-
-        Returns:
-            A new memory of `batch_size * repeats` rows.
-        """
+        """Each row `repeats` times in a row, as beams and several samples of one question need it."""
         fields = map_carrier(self, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
         return self._replace(fields, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def at_ratio(self, ratio: int) -> CompressedContext:
-        """The memory of the same contexts at a coarser ratio, as `compress` would have made it, without a model.
-
-        Ranked key/values, and KVzip's with shared budgets, are ranked by one reading, whatever the ratio is: what a
-        coarse memory keeps is in every finer one, quantised or not. A part of a joined memory that is coarser already
-        stays as it is, and where that makes a difference each row gets its common ratio, as in `concatenate`.
-
-        Args:
-            ratio: Context tokens per slot, from the memory's own, which gives back the memory itself, to 255.
-
-        Returns:
-            A new memory.
-
-        Raises:
-            TypeError: `ratio` is no int.
-            ValueError: A finer ratio than the memory's in some row, one above 255, or another than its own for a
-                memory without `coarsest_ratios`: of another method, or of an earlier version.
-        """
+        """The memory of the same contexts at a coarser ratio, as `compress` would have made it, without a model."""
         return coarser_memory(self, ratio)
 
     @staticmethod
     def concatenate(memories: Iterable[CompressedContext]) -> CompressedContext:
-        """Memories of several documents as one memory, in order, row beside row (EPL, sections 3.1.1 and 3.2.2).
-
-        Slots of a row are packed without gaps. Embeddings of the default and uniform layouts are numbered from 0 on.
-        Embeddings of the enhanced layout, and key/values of the uniform and enhanced layouts, move on by the number of
-        context tokens before them, and keys are rotated on by as much; the ids of default key/values repeat. Documents
-        of different ratios get their common ratio, `ceil(context tokens / slots)` of each row.
-
-        Nothing is rounded a second time: embeddings in one quantised form are joined as they are; where forms differ,
-        and for key/values, whose keys move, the result is dequantised, in the floating-point type of those that have
-        one, or float32.
-
-        Args:
-            memories: Memories of one model with the same batch size, carrier, width, dtype, device and layout; some or
-                all of them quantised.
-
-        Returns:
-            A new memory.
-
-        Raises:
-            TypeError: Something else than a `CompressedContext`.
-            ValueError: No memory, memories that do not fit together, or keys to be rotated without frequencies.
-        """
+        """Memories of several documents as one memory, in order, row beside row (EPL, sections 3.1.1 and 3.2.2)."""
         return concatenate_memories(memories)
 
     @staticmethod
     def stack(memories: Iterable[CompressedContext]) -> CompressedContext:
-        """The rows of several memories as one batch, in order, each with its own slots.
-
-        Quantised memories of one form stay as they are; where forms differ the result is dequantised, in the
-        floating-point type of those that have one, or float32.
-
-        Args:
-            memories: Memories of one model with the same carrier, width, dtype, device and layout; some or all of them
-                quantised.
-
-        Returns:
-            A new memory.
-
-        Raises:
-            TypeError: Something else than a `CompressedContext`.
-            ValueError: No memory, or memories that do not fit together.
-        """
+        """The rows of several memories as one batch, in order, each with its own slots."""
         return stack_memories(memories)
 
     def to_prompt_embeds(
@@ -4473,23 +3913,7 @@ class CompressedContext:
         model: Any = None,
         encoding: str | None = None,
     ) -> Tensor | str:
-        """Memory and text as one prompt of embeddings, for a server of the decoder alone (vLLM's `prompt_embeds`).
-
-        Args:
-            tokenizer: The tokenizer saved with the checkpoint.
-            messages: A question, or messages with `role` and `content`; one message of the user is a question. `None`:
-                the slots alone, a part of a chat message that the server puts into its chat template.
-            model: The compressor, whose embeddings the text gets; the memory's maker if not given. A memory that was
-                loaded from a file has none, and without a text needs none.
-            encoding: "base64" for the text that a request carries: the tensor as `torch.save` writes it, in base64.
-
-        Returns:
-            `(num_slots + num_text_tokens, hidden_size)`, or that text.
-
-        Raises:
-            ValueError: A text and no model, more than one row, another model's memory, key/values, positions that are
-                not contiguous (the enhanced layout), a decoder that scales or cross-attends, or an unknown encoding.
-        """
+        """Memory and text as one prompt of embeddings, for a server of the decoder alone (vLLM's `prompt_embeds`)."""
         return prompt_of(self, tokenizer, messages, model, encoding)
 
     def _replace(self, fields: dict, function: Callable[[Tensor], Tensor]) -> CompressedContext:
@@ -4509,20 +3933,7 @@ Slots = Tensor | KeyValues | HeadwisePairs
 
 @dataclass
 class Chunks:
-    """Contexts cut into chunks that are compressed independently, all in one batch.
-
-    Args:
-        input_ids: `(batch_size * chunks_per_row, chunk_length)`, right-padded.
-        attention_mask: Same shape.
-        position_ids: Same shape; positions of the context tokens by the layout.
-        starts: `(batch_size * chunks_per_row,)`, context tokens in front of each chunk.
-        lengths: Real tokens of each chunk, known on the host.
-        chunks_per_row: Number of chunks of the longest row; shorter rows have empty ones.
-        inputs_embeds: `(batch_size * chunks_per_row, chunk_length, hidden_size)`, what the encoder reads in place of
-            the ids' own embeddings; `None` for these.
-        selected_ratios: `(batch_size * chunks_per_row,)`, what a method's `encode` has chosen where a ratio is "auto".
-        log_ratios: Same shape, log2 of the ratios that it has chosen these by, NaN for chunks without tokens.
-    """
+    """Contexts cut into chunks that are compressed independently, all in one batch."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -4715,30 +4126,7 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str, Ten
 
 
 class ContextCompressionQAPipeline(Pipeline):
-    """Asks a compressor about documents that it reads once.
-
-    ```python
-    pipe = pipeline("context-compression-qa", model=folder, trust_remote_code=True)
-    pipe("Who wrote it?", context=document)                      # {"answer": "..."}
-    pipe(["Who wrote it?", "When?"], context=document)           # one reading, a list of answers
-    pipe("Who wrote it?", context=documents)                     # each document is asked: a list, one for each
-    pipe("Who wrote it?", context=documents, join=True)          # all documents are read together
-    pipe("Who wrote it?", context=documents, join="likeliest")   # each by itself, and the likeliest answer is given
-    pipe("Who wrote it?", context=document, full_text=True)      # from the document's own tokens, uncompressed
-    pipe("Who wrote it?", context=[passages])                    # one document of passages, compressed apart
-    pipe("Who wrote it?", memory="report.safetensors")           # a memory that is kept
-    pipe("Who wrote it?", store=store, ids=["a", "b"], join=True)            # two of a store's
-    pipe(messages=[{"role": "user", "content": "Who wrote it?"}, ...], context=document)      # a conversation
-    ```
-
-    A checkpoint that compresses a document together with its question (DeCAL's `question_placement="encoder"`) takes
-    `context` alone, and reads each document anew for each question.
-
-    Args:
-        model: a compressor with its LM head.
-        tokenizer: the tokenizer saved with it.
-        kwargs: arguments of `transformers.Pipeline`, and those of a call, which then hold for every call.
-    """
+    """Asks a compressor about documents that it reads once."""
 
     _load_tokenizer = True
     _load_processor = False
@@ -4803,25 +4191,7 @@ class ContextCompressionQAPipeline(Pipeline):
         batch_size: int | None = None,
         show_progress_bar: bool = False,
     ) -> CompressedContext | list[CompressedContext]:
-        """Compress texts as the checkpoint was trained to read them, in batches of similar length.
-
-        Args:
-            documents: the texts, or a single one; one of several may be a list of passages.
-            ratio, allow_untrained_ratio: as in the model's `compress`; a LongTensor has a ratio for each document.
-            max_tokens: keep only so many tokens of each, with those that stand in front of it; all if not given.
-            batch_size: documents at once; the pipeline's, or 8, if not given.
-            show_progress_bar: whether to show one.
-
-        Returns:
-            A memory with one row for each document, in their order, or one such memory for each ratio of a list. Rows
-            have room for the longest: give documents of very unlike lengths in several calls.
-
-        Raises:
-            TypeError: `max_tokens` or a `batch_size` that is no int.
-            ValueError: no document, `max_tokens` that leave nothing of one, `batch_size` below 1, ratios by document
-                of another number than these, a checkpoint that compresses a document together with its question, and
-                whatever the model's `compress` refuses.
-        """
+        """Compress texts as the checkpoint was trained to read them, in batches of similar length."""
         batch_size = self._checked_batch_size(batch_size)
         self.check_max_tokens(max_tokens)
         self.check_serves_memories("a memory without one answers nothing: ask about the document itself")
@@ -4855,17 +4225,7 @@ class ContextCompressionQAPipeline(Pipeline):
         allow_untrained_ratio: bool = False,
         question: dict[str, Tensor] | None = None,
     ) -> CompressedContext | list[CompressedContext]:
-        """Compress token ids, as `document_ids` gives them, in one batch.
-
-        Args:
-            rows: of each document, or of each of its passages.
-            ratio, allow_untrained_ratio: as in the model's `compress`.
-            question: `input_ids` and `attention_mask` of what is asked, one row for each document; for a checkpoint
-                that compresses both together.
-
-        Returns:
-            A memory with one row for each document, or one such memory for each ratio of a list.
-        """
+        """Compress token ids, as `document_ids` gives them, in one batch."""
         asked: dict[str, Any] = {}
         if question is not None:
             asked = {f"question_{name}": tensor for name, tensor in question.items()}
@@ -4892,14 +4252,7 @@ class ContextCompressionQAPipeline(Pipeline):
             )
 
     def check_serves_memories(self, otherwise: str) -> None:
-        """Refuse what needs memories that answer any question.
-
-        Args:
-            otherwise: what to do instead.
-
-        Raises:
-            ValueError: the checkpoint compresses a document together with its question.
-        """
+        """Refuse what needs memories that answer any question."""
         if self.model.config.compresses_questions:
             raise ValueError(
                 "this checkpoint compresses a document together with its question (`question_placement='encoder'`), "
@@ -4907,38 +4260,17 @@ class ContextCompressionQAPipeline(Pipeline):
             )
 
     def check_max_tokens(self, max_tokens: int | None) -> None:
-        """Refuse a limit that leaves nothing of a document behind what stands in front of it, such as BOS.
-
-        Args:
-            max_tokens: most tokens of a document, with those that stand in front of it; `None` for all.
-
-        Raises:
-            TypeError: it is no int.
-            ValueError: it is not above their number.
-        """
+        """Refuse a limit that leaves nothing of a document behind what stands in front of it, such as BOS."""
         check_max_tokens(self.model.config, self._document_tokenizer, max_tokens)
 
     def document_ids(self, documents: str | Sequence[str | Sequence[str]], most: int | None = None) -> list[list[int]]:
-        """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each.
-
-        Args:
-            documents: texts, or lists of passages.
-            most: tokens of each that are wanted; a long one is read to somewhat behind them, others whole.
-        """
+        """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
         return [[token for passage in row for token in passage] for row in self._passages(documents, most)]
 
     def full_text_ids(
         self, documents: Sequence[str | Sequence[str]], max_tokens: int | None = None
     ) -> list[list[int]]:
-        """Token ids of documents as the decoder reads them in front of a question, without a memory.
-
-        Args:
-            documents: the texts; one may be a list of passages.
-            max_tokens: keep only so many tokens of each, with those that open it; all if not given.
-
-        Raises:
-            ValueError: an encoder-decoder, whose decoder reads no documents.
-        """
+        """Token ids of documents as the decoder reads them in front of a question, without a memory."""
         config = self.model.config
         if config.is_encoder_decoder:
             raise ValueError(f"the decoder of a {type(self.model).__name__} reads no documents, only memories")
@@ -4953,11 +4285,7 @@ class ContextCompressionQAPipeline(Pipeline):
         return passages_ids(self.model.config, self._document_tokenizer, texts, most)
 
     def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
-        """A memory from its file, on the model's device; one that is loaded already comes back as it is.
-
-        Raises:
-            TypeError: neither.
-        """
+        """A memory from its file, on the model's device; one that is loaded already comes back as it is."""
         if isinstance(source, (str, os.PathLike)):
             return self._memory_class.load(source, device=self.device, dtype=self.model.dtype)
         if not is_memory(source):
@@ -4965,12 +4293,7 @@ class ContextCompressionQAPipeline(Pipeline):
         return source
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Save model and tokenizer; the model brings the code of both itself and this pipeline.
-
-        Args:
-            save_directory: the folder.
-            kwargs: arguments of the model's `save_pretrained`.
-        """
+        """Save model and tokenizer; the model brings the code of both itself and this pipeline."""
         self.model.save_pretrained(save_directory, **kwargs)
         self.tokenizer.save_pretrained(save_directory)
 
@@ -5233,11 +4556,7 @@ def num_cached_slots(cache: Cache | None) -> int:
 
 
 class KeyValueRecorder(DynamicCache):
-    """A cache that keeps nothing but the keys and values of some places, for one forward pass.
-
-    Args:
-        places: `(batch_size, num_memory_tokens)`, the places of the memory tokens in each row.
-    """
+    """A cache that keeps nothing but the keys and values of some places, for one forward pass."""
 
     def __init__(self, places: Tensor):
         super().__init__()
@@ -5261,11 +4580,7 @@ class KeyValueRecorder(DynamicCache):
 
 
 class ReadOnlyCache(DynamicCache):
-    """Keys and values that every layer reads in front of its own, and to which nothing is added.
-
-    Args:
-        key_values: a pair for each layer, `(batch_size, num_heads, num_slots, head_dim)`.
-    """
+    """Keys and values that every layer reads in front of its own, and to which nothing is added."""
 
     def __init__(self, key_values: KeyValues):
         super().__init__()
@@ -5533,10 +4848,7 @@ def decoder_language_model(model: Any) -> PreTrainedModel:
 # compressor/pretrained_compressor.py
 
 class CompressorPreTrainedModel(PreTrainedModel):
-    """A compressor's backbone, or a model that has one as `model`.
-
-    A subclass says how it takes its weights from a base (`load_base_weights`), and whether all of the base trains.
-    """
+    """A compressor's backbone, or a model that has one as `model`."""
 
     config_class: type[CompressorConfig] = CompressorConfig
     # Tokens of contexts that are read in one pass, so that long ones take no more memory; in training all are.
@@ -5559,50 +4871,8 @@ class CompressorPreTrainedModel(PreTrainedModel):
 
     # --- from a base ---
 
-    @classmethod
-    def from_base(
-        cls,
-        base: str | os.PathLike,
-        encoder: str | os.PathLike | None = None,
-        encoder_revision: str | None = None,
-        hub_id: str | None = None,
-        adapter: str | os.PathLike | None = None,
-        **fields: Any,
-    ) -> Self:
-        """Start a compressor from a pretrained language model.
-
-        Args:
-            base: Hub repository or folder of a causal language model. A base that `pretrained_base` has fetched is
-                taken from its cache.
-            encoder: Hub repository or folder of another language model that encodes, of any width and family, for
-                methods that take an encoder of its own. If it has another tokenizer, contexts are tokenized with that,
-                which is then `encoder_tokenizer` of the model and part of its checkpoints.
-            encoder_revision: Revision of `encoder`.
-            hub_id: Repository of the base, where `base` is a folder with a copy of it, or with a GGUF file that was
-                made of it: checkpoints then name it, and leave out its weights.
-            adapter: Hub repository or folder of a LoRA adapter that PEFT has trained on the base, such as a reader of
-                full texts: the decoder's own, or one that both sides share, starts as it.
-            fields: Fields of the method's configuration, and arguments for loading the base: `dtype`,
-                `attn_implementation`, `device_map`, `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`,
-                and `gguf_file`, a GGUF file in the repository or folder, whose weights are dequantised.
-
-        Returns:
-            The compressor in evaluation mode: the base's weights, held once, and its own parts at their start values.
-
-        Raises:
-            ValueError: a field that the configuration does not have, a value that it does not allow, a base whose
-                logits are more than its LM head's weight (a bias, a scale), or one on several devices or offloaded, or
-                an `adapter` that does not fit.
-        """
-        return start_from_base(cls, base, encoder, encoder_revision, hub_id, adapter, fields)
-
     def load_base_weights(self, base: PreTrainedModel, encoder: PreTrainedModel | None = None) -> None:
-        """Take the tensors of a pretrained model (not copies of them), and give start values to everything else.
-
-        Args:
-            base: what `base_auto_class` loaded.
-            encoder: another model that encodes, where the method takes one.
-        """
+        """Take the tensors of a pretrained model (not copies of them), and give start values to everything else."""
         raise NotImplementedError(f"{type(self).__name__} does not say which of a base's weights it takes")
 
     # Whether `take_from_tokenizer` takes anything.
@@ -5636,11 +4906,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
         self.apply_trainable_set()
 
     def apply_trainable_set(self) -> None:
-        """Let the parameters train that `config.trainable_parameters`, or else the method, names; freeze the rest.
-
-        Raises:
-            ValueError: a pattern of `config.trainable_parameters` matches no parameter, or the stage's none at all.
-        """
+        """Let the parameters train that `config.trainable_parameters`, or else the method, names; freeze the rest."""
         chosen, of_the_stage = self.config.trainable_parameters, self.config.stage_parameters
         usual = self.base_model.method_parameters if of_the_stage is None else of_the_stage
         patterns = [re.compile(pattern) for pattern in (usual if chosen is None else chosen)]
@@ -5675,10 +4941,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
 
     @property
     def peft_config(self) -> dict[str, Any]:
-        """The settings of the adapters that `peft.get_peft_model` has put on this model, by name.
-
-        PEFT leaves what trains already as it is, but saves its own adapter only: all else is frozen when it comes.
-        """
+        """The settings of the adapters that `peft.get_peft_model` has put on this model, by name."""
         if "_peft_config" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no adapters beside its own")
         return self.__dict__["_peft_config"]
@@ -5721,23 +4984,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
         encoder_base_model: str | os.PathLike | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more.
-
-        A light checkpoint names its base model, whose weights are fetched and checked, and its own take their places;
-        type, devices, attention and quantization are those asked for here.
-
-        Args:
-            pretrained_model_name_or_path: Hub repository or folder.
-            args: As in `transformers`.
-            base_model: Where a light checkpoint's base is, Hub repository or folder, if not where the checkpoint says.
-            encoder_base_model: Where the model that its encoder started from is, if that is another one.
-            kwargs: As in `transformers`.
-
-        Raises:
-            ValueError: the checkpoint is of another method, weights are missing from it, so that parts of the model
-                would be random, or the base is another model than the one that the checkpoint was made on.
-            OSError: the checkpoint, or the base that a light one names, cannot be had.
-        """
+        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more."""
         name, load = pretrained_model_name_or_path, super().from_pretrained
         return load_checkpoint(cls, load, name, base_model, encoder_base_model, args, kwargs)
 
@@ -5751,27 +4998,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
         include_base: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save a folder that loads anywhere: safetensors, configuration, generation configuration, code and card.
-
-        A model that started from a base on the Hub is saved light: what differs from the base (the method's parts,
-        adapters, base weights that have trained), and the base's name, revision and fingerprint. One that started from
-        a folder is saved whole, since nobody else has that folder.
-
-        Args:
-            save_directory: The folder.
-            is_main_process: Whether this process writes, when several train together.
-            state_dict: Weights to save in place of the model's own.
-            push_to_hub: Upload the same, too, to the repository `repo_id` (by default the folder's name), with the
-                arguments of `push_to_hub`.
-            save_dtype: Floating-point type to store all weights in; as they are held if not given, so that a training
-                run resumes exactly.
-            include_base: Whether to store the base's weights, too. `False` also leaves out those of a base in a
-                folder, which must then be given as `base_model` when the checkpoint is loaded.
-            kwargs: As in `transformers.PreTrainedModel.save_pretrained`.
-
-        Raises:
-            ValueError: the folder holds a link to a file outside of it, or the base cannot be left out.
-        """
+        """Save a folder that loads anywhere: safetensors, configuration, generation configuration, code and card."""
         names = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
         repository = {name: kwargs.pop(name) for name in names if name in kwargs}
         save = super().save_pretrained
@@ -5797,21 +5024,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
         include_base: bool | None = None,
         tags: list[str] | None = None,
     ) -> str:
-        """Upload what `save_pretrained` writes; a card that the repository already has is left as it is.
-
-        Args:
-            repo_id: Repository on the Hub; it is made if it does not exist.
-            commit_message, commit_description: Of the commit.
-            private: Whether a new repository is private.
-            token: Access token; the stored one if not given.
-            revision: Branch; it is made if it does not exist.
-            create_pr: Open a pull request instead of writing to the branch.
-            max_shard_size, save_dtype, include_base: As in `save_pretrained`.
-            tags: More tags for a new card.
-
-        Returns:
-            Address of the commit.
-        """
+        """Upload what `save_pretrained` writes; a card that the repository already has is left as it is."""
         saving = {"max_shard_size": max_shard_size, "save_dtype": save_dtype, "include_base": include_base}
         return upload_checkpoint(
             self,
@@ -5826,28 +5039,6 @@ class CompressorPreTrainedModel(PreTrainedModel):
             tags=tags,
         )
 
-    def link_base(
-        self,
-        base: str | os.PathLike,
-        encoder: str | os.PathLike | None = None,
-        hub_id: str | None = None,
-        **loading: Any,
-    ) -> None:
-        """Find out which weights are a base model's own, so that `save_pretrained` can leave them out.
-
-        For a model that was loaded from a whole checkpoint; others know it.
-
-        Args:
-            base: Hub repository or folder of the base.
-            encoder: That of the model that the encoder started from, if it is another one.
-            hub_id: Repository of the base, where `base` is a folder with a copy of it.
-            loading: `revision`, `token`, `cache_dir` or `local_files_only`.
-
-        Raises:
-            ValueError: no weight is the base's, or the method trains all of its base.
-        """
-        link_base(self, base, encoder, hub_id, loading)
-
     @classmethod
     def auto_map(cls) -> dict[str, str]:
         """The `auto_map` of checkpoints of this class."""
@@ -5861,12 +5052,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
     # --- what answers come from ---
 
     def question_answering(self, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> Pipeline:
-        """This model as the pipeline "context-compression-qa", on the device where it is.
-
-        Args:
-            tokenizer: the tokenizer saved with it.
-            kwargs: arguments of [`ContextCompressionQAPipeline`].
-        """
+        """This model as the pipeline "context-compression-qa", on the device where it is."""
         if getattr(self, "hf_device_map", None) is None:
             kwargs.setdefault("device", self.device)
         return ContextCompressionQAPipeline(model=self, tokenizer=tokenizer, **kwargs)
@@ -5955,11 +5141,7 @@ class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
         self.generation_config = copy.deepcopy(getattr(base, "generation_config", None) or GenerationConfig())
 
     def merge_adapters(self) -> None:
-        """Add the adapters to the weights they sit on, so that inference needs no `peft`.
-
-        A shared base becomes two models, one for the encoder and one for the decoder, which takes twice the memory; a
-        warning says so. With a `shared_adapter` alone it stays one. What else trains goes on training.
-        """
+        """Add the adapters to the weights they sit on, so that inference needs no `peft`."""
         backbone, config = self.base_model, self.config
         check_adapters(self)
         if config.encoder_lora is not None or config.decoder_lora is not None:
@@ -6024,20 +5206,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return super().__call__(*args, **kwargs)
 
     def encode(self, chunks: Chunks, ratios: Sequence[Any]) -> Sequence[Slots]:
-        """The method itself: slots of every ratio from one pass over the context.
-
-        Args:
-            chunks: right-padded `input_ids`, `attention_mask` and `position_ids`, each `(num_chunks, num_tokens)`, and
-                `lengths`, the number of tokens of each chunk; at least one of them has a token.
-            ratios: For each memory wanted, an int or a LongTensor `(num_chunks,)`; of a method that selects ratios
-                also "auto", which it answers in `chunks.selected_ratios`.
-
-        Returns:
-            For each ratio, slots `(num_chunks, num_slots, hidden_size)`, left-aligned: as many for each chunk as the
-            configuration's `chunk_slots` says, and behind them anything. Where the carrier is key/values, for each
-            layer keys and values `(num_chunks, num_heads, num_slots, head_dim)`; [`HeadwisePairs`] where heads keep
-            unlike numbers of them.
-        """
+        """The method itself: slots of every ratio from one pass over the context."""
         raise NotImplementedError(f"{type(self).__name__} does not define `encode`; use the model class of a method")
 
     @property
@@ -6056,37 +5225,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         chunk_lengths: Tensor | Sequence[Sequence[int]] | None = None,
         **unused: Any,
     ) -> CompressedContext | list[CompressedContext]:
-        """Compress contexts into slots.
-
-        Gradients are followed in training mode only, so that compressing a long document keeps no activations.
-
-        Args:
-            input_ids: Token ids `(batch_size, num_tokens)`; no special tokens are added, every id counts.
-            attention_mask: `(batch_size, num_tokens)`, one for real tokens; pads may stand anywhere. All ones if not
-                given.
-            ratio: Context tokens per slot: an int, a LongTensor `(batch_size,)` with one for each row, "auto", or a
-                list of ints and "auto", which gives one memory each from a single pass of the encoder. The
-                checkpoint's first if not given. With "auto" a checkpoint that has a ratio selector takes for each
-                chunk the one of its ratios that the chunk's text asks for, whatever stands beside it; a row's `ratio`
-                is then the chunks' common one, or ceil(tokens / slots).
-            allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
-            ratio_scale: What "auto" adds to the predicted log2 of the ratio, in place of the configuration's: 1 asks
-                for twice the ratio.
-            chunk_lengths: `(batch_size, num_passages)`, or a list for each row: how many of a row's tokens are in each
-                of its passages, which are compressed apart from each other; 0 for none. A passage of more than the
-                configuration's `chunk_size` tokens is cut like any context. `None`: a row is one passage.
-            unused: What the method reads beside contexts, such as `pixel_values`; `token_type_ids`, which some
-                tokenizers add, is ignored.
-
-        Returns:
-            The memory, or a list of memories if `ratio` is a list.
-
-        Raises:
-            ValueError: unknown token ids, a mask of the wrong shape, a ratio that the checkpoint does not have, "auto"
-                or a `ratio_scale` without a ratio selector, one that is not finite or without "auto", or a context
-                longer than the encoder's positions.
-            TypeError: an argument that is not known, or a value of another type.
-        """
+        """Compress contexts into slots."""
         beside = self.beside_contexts(unused)
         unknown = set(unused) - {"token_type_ids"}
         if unknown:
@@ -6166,14 +5305,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
     def compress_rows(
         self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False, **beside: Any
     ) -> list[CompressedContext]:
-        """Memories without a name, of contexts that [`check_together`] has seen; no more waits for the device.
-
-        Args:
-            context: of `context_rows`.
-            ratios: as in `compress`, one for each memory.
-            allow_untrained_ratio: as in `compress`.
-            beside: handed to `encode`, of a method that reads more than contexts.
-        """
+        """Memories without a name, of contexts that [`check_together`] has seen; no more waits for the device."""
         config, ids = self.config, context.input_ids
         ratios = check_ratios(ratios, config.compression_ratios, ids, allow_untrained_ratio, config.selects_ratios)
         chunks = self.chunks_of(context)
@@ -6274,13 +5406,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
 
     @property
     def model_id(self) -> str:
-        """Method, a fingerprint of all weights, and one of all settings that change slots or how they are read.
-
-        It is what a memory must match to be read by this model. A checkpoint gives one name in whatever floating-point
-        type it is loaded; stored in float16 it has another. Weights are read when the name is first asked for, and
-        again when they have changed. A change in place through `parameter.data` leaves no sign: the model keeps its
-        old name until it is loaded anew.
-        """
+        """Method, a fingerprint of all weights, and one of all settings that change slots or how they are read."""
         versions = tuple(version(parameter) for parameter in self.parameters())
         if self._fingerprint is None or self._fingerprint[0] != versions:
             found = weights_fingerprint(self)
@@ -6288,13 +5414,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return f"{self.config.model_type}:{self._fingerprint[1]}-{settings_fingerprint(self.config)}"
 
     def made(self, memory: CompressedContext) -> bool:
-        """Whether a memory is this model's, or nothing tells whose it is.
-
-        A memory that was made in training mode has no name, but knows its model for as long as that exists.
-
-        Args:
-            memory: any memory.
-        """
+        """Whether a memory is this model's, or nothing tells whose it is."""
         name = memory.model_id
         if name and not self.training:
             return name == self.model_id
@@ -6311,11 +5431,7 @@ def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> lis
 
 class CompressorHead(CompressorPreTrainedModel):
     r"""
-    A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`.
-
-    Args:
-        config ([`CompressorConfig`]): the configuration.
-    """
+    A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
 
     model_class: type[CompressorBackbone]
 
@@ -6369,14 +5485,7 @@ class _BaseAlone(threading.local):
 
 class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
     r"""
-    Encoder, method parts and decoder backbone of a compressor; a method adds `encode` and its parts.
-
-    `forward` returns `last_hidden_state` aligned with `input_ids` (batch_size, num_text_tokens, hidden_size): the
-    slots' states are cut off, so any trainer that runs the backbone and then the LM head works without change.
-
-    Args:
-        config ([`CompressorConfig`]): the configuration.
-    """
+    Encoder, method parts and decoder backbone of a compressor; a method adds `encode` and its parts."""
 
     # The method's own modules and parameters, by name: they train, and are float32.
     method_parts: tuple[str, ...] = ()
@@ -6468,16 +5577,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """One pass of the encoder with its adapter.
-
-        Args:
-            input_ids: `(num_chunks, num_tokens)`, or else `inputs_embeds`.
-            attention_mask: same shape, or a mask in the backbone's own form.
-            position_ids: same shape.
-            inputs_embeds: `(num_chunks, num_tokens, hidden_size)`.
-            cache: what its layers read in front, or write to.
-            kwargs: handed to the backbone; `is_full` and `is_right_padded` to [`run_backbone`].
-        """
+        """One pass of the encoder with its adapter."""
         inputs: dict[str, Any]
         inputs = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         if cache is not None:
@@ -6519,10 +5619,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
 
     @contextmanager
     def base_language_model(self) -> Iterator[None]:
-        """Inside this block the adapters are off: without a context, `forward` is the untouched base model's.
-
-        Other threads that use the model meanwhile, also those that are started in the block, have their adapters on.
-        """
+        """Inside this block the adapters are off: without a context, `forward` is the untouched base model's."""
         before, self._base_alone.wanted = self._base_alone.wanted, True
         try:
             yield
@@ -6555,36 +5652,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         r"""
-        Read slots and text.
-
-        Args:
-            input_ids: Text `(batch_size, num_text_tokens)`: task token or BOS, question, answer.
-            attention_mask: `(batch_size, num_text_tokens)`; pads may stand on either side. With a cache it covers the
-                text in the cache, too.
-            position_ids: `(batch_size, num_text_tokens)`, counted within the text; pads do not count.
-            cache: A cache. One that holds slots already goes with their memory or context, and with
-                `text_position_offset`.
-            context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first.
-            context_attention_mask: Their mask.
-            memory: Contexts that are already compressed; one row serves any number of texts.
-            ratio: Ratio for `context_input_ids`, as in `compress`; beside a memory, its own or none.
-            use_cache: Whether to return the cache; as the configuration says if not given.
-            text_position_offset: `(batch_size,)`, position of the first text token; computed from the memory and the
-                text's task token if not given.
-            context_chunk_lengths: `(batch_size, num_passages)`, the `chunk_lengths` of the contexts, as in `compress`.
-            past_key_values: An older name of `cache`.
-            labels: `(batch_size, num_text_tokens)`, the text's; only their values are checked here.
-            kwargs: What the method reads beside contexts, and else handed to the language model.
-
-        Returns:
-            `last_hidden_state` of shape `(batch_size, num_text_tokens, hidden_size)`, and the cache.
-
-        Raises:
-            TypeError: ids, positions, a ratio, a memory or a cache that are none, or a misspelt argument.
-            ValueError: context and memory together, a ratio or mask of contexts where there is none to compress, a
-                text row without tokens, unknown token ids or labels, a mask of the wrong shape, a memory of
-                another model, width or batch size, or a filled cache in training with gradient checkpointing.
-        """
+        Read slots and text."""
         check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
         if input_ids is None:
             raise ValueError(
@@ -6695,16 +5763,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         beside: dict[str, Any],
     ) -> tuple[dict[str, Any], PackedSequence] | None:
         """Contexts and texts as one sequence for the language model, in the form of `first_inputs`; `None`, as by
-        default, where a context is compressed first.
-
-        Args:
-            text: one row for each context, see `text_rows`.
-            context: see `context_rows`.
-            ratio: as in `forward`.
-            position_ids: the text's, counted within it.
-            offset: `text_position_offset`, computed if not given.
-            beside: see `beside_contexts`.
-        """
+        default, where a context is compressed first."""
         return None
 
     def first_inputs(
@@ -6716,17 +5775,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         is_full: bool = False,
         longest: int | None = None,
     ) -> tuple[dict[str, Any], PackedSequence | None]:
-        """Slots and text as one sequence for the language model; text alone where the cache holds the slots.
-
-        Args:
-            text: checked, see `text_rows`.
-            position_ids: the text's, counted within it.
-            memory: one row for each text.
-            offset: `text_position_offset`, computed if not given.
-            is_full: whether all slots are known to be real.
-            longest: slots and text tokens of the longest row, where no cache goes on from this pass; rows are then no
-                wider, and pads stand behind them.
-        """
+        """Slots and text as one sequence for the language model; text alone where the cache holds the slots."""
         config, input_ids, text_mask = self.config, text.input_ids, text.attention_mask
         positions = text_positions(text_mask) if position_ids is None else position_ids.expand_as(input_ids)
         embeddings = self._embed_text(input_ids)
@@ -6827,17 +5876,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         return 0 if memory is None else memory.attention_mask.shape[1] + self.num_pads_in_front(memory)
 
     def text_position_offset(self, memory: CompressedContext, input_ids: Tensor, text_mask: Tensor | None) -> Tensor:
-        """Position of each row's first text token (EPL, Tables 2, 3 and 13 to 15).
-
-        Args:
-            memory: the slots in front of the text.
-            input_ids: `(batch_size, num_text_tokens)`; under the enhanced layout its first token tells the task.
-            text_mask: `(batch_size, num_text_tokens)`, or `None` for all ones.
-
-        Returns:
-            `(batch_size,)`: the number of slots; under the enhanced layout 0 for a reconstruction, which starts with
-            its own token ([AE]), and the number of context tokens for everything else.
-        """
+        """Position of each row's first text token (EPL, Tables 2, 3 and 13 to 15)."""
         if memory.position_layout != "enhanced":
             return memory.num_slots
         autoencoding = self.config.reconstruction_token_id
@@ -6894,13 +5933,7 @@ class _TaskTokensAsBOS(LogitsProcessorList):
 
 class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, GenerationMixin):
     r"""
-    A compressor with the decoder's LM head: training loss and `generate`.
-
-    A method's class only names its backbone in `model_class`.
-
-    Args:
-        config ([`CompressorConfig`]): the configuration.
-    """
+    A compressor with the decoder's LM head: training loss and `generate`."""
 
     model_class: type[CompressorModel] = CompressorModel
 
@@ -6923,10 +5956,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         return self.model.base_language_model()
 
     def decoder_language_model(self) -> PreTrainedModel:
-        """A copy of the decoder as a plain language model of its own architecture, its adapters merged: for a server.
-
-        Where nothing of the decoder trains it is the base, and the server may as well load that.
-        """
+        """A copy of the decoder as a plain language model of its own architecture, its adapters merged: for a server."""
         return decoder_language_model(self)
 
     def forward(
@@ -6948,15 +5978,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         r"""
-        Read slots and text and predict the text's next tokens; arguments as [`CompressorModel.forward`], and:
-
-        Args:
-            labels: `(batch_size, num_text_tokens)`, -100 where no loss is wanted; shifted inside.
-            logits_to_keep: Compute only the last so many logits, or those at these indices; 0 for all.
-
-        Returns:
-            `logits` of shape `(batch_size, num_text_tokens, vocab_size)`, `loss` if there are labels, and the cache.
-        """
+        Read slots and text and predict the text's next tokens; arguments as [`CompressorModel.forward`], and:"""
         labels = check_labels(labels, input_ids)
         check_logits_to_keep(logits_to_keep)
         return_dict = kwargs.pop("return_dict", None)
@@ -7012,28 +6034,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         context_chunk_lengths: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Generate text after slots and a question.
-
-        Args:
-            inputs: The question, `(batch_size, num_text_tokens)`; also accepted as `input_ids`.
-            input_ids: The same.
-            attention_mask: Its mask; pads may stand on either side, and right padding becomes left padding.
-            memory: A compressed context; one row serves any number of questions.
-            context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first, in place of `memory`.
-            context_attention_mask: Their mask.
-            ratio: Ratio for them, as in `compress`; beside a memory, its own or none.
-            context_chunk_lengths: Lengths of their passages, `(batch_size, num_passages)`, as in `compress`.
-            kwargs: Arguments of `transformers.GenerationMixin.generate`, and what the method reads beside contexts.
-                A `prefill_chunk_size` grows to hold what a text has in front of the slots.
-
-        Returns:
-            As `GenerationMixin.generate`: question and new tokens; slots never appear.
-
-        Raises:
-            ValueError: no question, one without tokens, context and memory together, a ratio or mask of contexts
-                where there is none to compress, a filled cache with a memory or context, a cache with slots without
-                its memory, or pads in a question that is read in chunks (`prefill_chunk_size`); see also `compress`.
-        """
+        """Generate text after slots and a question."""
         question = inputs if input_ids is None else input_ids
         if question is None:
             raise ValueError("`input_ids` are needed: the question, or at least one token such as BOS")
@@ -7155,15 +6156,7 @@ _LEAST_SHARE = 7 / 8
 
 @dataclass
 class HeadGroup:
-    """Pairs that some of a layer's heads keep, which are read together.
-
-    Args:
-        heads: which ones, as `row * num_key_value_heads + head`.
-        rows: their rows.
-        keys: `(num_heads, 1, width, head_dim)`.
-        values: same shape.
-        is_real: `(num_heads, width)` bool, pairs in front of pads; `None` where there are no pads.
-    """
+    """Pairs that some of a layer's heads keep, which are read together."""
 
     heads: Tensor | slice
     rows: Tensor | slice
@@ -7288,13 +6281,7 @@ def _with_pairs(
 
 
 class InputRecorder(KeyValueRecorder):
-    """A recorder to which attention layers of a [`HeadwiseModel`] also show what they read.
-
-    Args:
-        places: as of [`KeyValueRecorder`].
-        take: called with a layer's number and what its attention reads, `(batch_size, num_places, hidden_size)`,
-            without gradients; what it returns is in `inputs`, in the order of the layers.
-    """
+    """A recorder to which attention layers of a [`HeadwiseModel`] also show what they read."""
 
     def __init__(self, places: Tensor, take: Callable[[int, Tensor], Tensor]):
         super().__init__(places)
@@ -7381,20 +6368,7 @@ class HeadwiseModel(CompressorModel):
     def repeated_attention(
         self, key_values: KeyValues, mask: Tensor, next_positions: Tensor, chunks: Chunks, repeat_size: int
     ) -> tuple[Tensor, ...]:
-        """What a second reading of contexts attends to in the first (KVzip).
-
-        Args:
-            key_values: of the first reading, for each layer `(num_chunks, num_heads, num_places, head_dim)`.
-            mask: `(num_chunks, num_places)`, one for context tokens.
-            next_positions: `(num_chunks,)`, positions behind the contexts.
-            chunks: the contexts.
-            repeat_size: tokens that are read again in one pass; each pass but the first starts with the last few
-                tokens of the one before it.
-
-        Returns:
-            For each layer `(num_chunks, num_key_value_heads, num_places)` in float32: the highest attention that any
-            repeated token pays to a place, in any query head of the key/value head.
-        """
+        """What a second reading of contexts attends to in the first (KVzip)."""
         scores = [keys.new_zeros(keys.shape[:3], dtype=torch.float32) for keys, _ in key_values]
         # A twin of its own: other threads use the model's layers without these hooks, and with another attention.
         # Without dropout, too.

@@ -341,7 +341,16 @@ class RankedKeyValuesModel(HeadwiseModel):
 
 
 def _same_starts(memory: CompressedContext, is_long: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the chunks of long contexts start once all of them stand at the same positions (Parallel Context Windows)."""
+    """Where the chunks of long contexts start once all of them stand at the same positions (Parallel Context Windows).
+
+    Args:
+        memory: whose `position_ids` are the first positions of the slots' chunks, counted from 1.
+        is_long: `(batch_size,)` bool, the rows whose chunks do.
+
+    Returns:
+        `position_ids` `(batch_size, num_slots)` as above, and the positions that each row takes, `(batch_size,)`: of
+        these rows as many as their longest chunk has tokens.
+    """
     starts, lengths, is_real = memory.position_ids, memory.num_context_tokens, memory.attention_mask.bool()
     ends = functional.pad(starts, (0, 1))[:, 1:].where(functional.pad(is_real, (0, 1))[:, 1:], lengths[:, None] + 1)
     longest = (ends - starts).masked_fill(~is_real, 0).amax(dim=1)

@@ -15,7 +15,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -31,6 +31,10 @@ _HEADER = """\
 from __future__ import annotations
 """
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+# Methods that make a compressor of a base, which a checkpoint is already.
+_LEFT_OUT = {"from_base", "link_base"}
+# Stands for a line that is left out.
+_GONE = b"\0"
 
 
 class _Origin(NamedTuple):
@@ -121,7 +125,7 @@ class _Statement:
 @dataclass(eq=False)
 class _Module:
     path: Path
-    lines: list[str]
+    lines: list[bytes]
     statements: list[_Statement] = field(default_factory=list)
     # Names that it defines, with the last statement that does.
     defined: dict[str, _Statement] = field(default_factory=dict)
@@ -149,11 +153,20 @@ class _Module:
                 name = alias.asname or alias.name
                 self.imported[name] = _Origin(source, alias.name, name)
 
+    def leave_out_methods(self, node: ast.ClassDef) -> None:
+        for method in node.body:
+            if isinstance(method, ast.FunctionDef) and method.name in _LEFT_OUT:
+                start = min([method.lineno, *(decorator.lineno for decorator in method.decorator_list)]) - 1
+                # And the empty line behind it.
+                end = (method.end_lineno or start) + 1
+                self.lines[start:end] = [_GONE] * (end - start)
+        node.body = [m for m in node.body if not (isinstance(m, ast.FunctionDef) and m.name in _LEFT_OUT)]
+
 
 @functools.cache
 def _read(path: Path) -> _Module:
     source = path.read_text(encoding="utf-8")
-    module = _Module(path, source.splitlines())
+    module = _Module(path, source.encode().splitlines())
     end = 0
     for node in ast.parse(source).body:
         start, end = end, node.end_lineno or node.lineno
@@ -172,6 +185,8 @@ def _read(path: Path) -> _Module:
         for local in ast.walk(node):
             if isinstance(local, ast.ImportFrom) and local.level:
                 module.note_import(local, is_first=False)
+        if isinstance(node, ast.ClassDef):
+            module.leave_out_methods(node)
         module.is_optional |= isinstance(node, ast.Try)
         while not module.lines[start].strip():
             start += 1
@@ -322,7 +337,7 @@ class _JoinedCode:
         clashes = statement.own & {*renamed, *renamed.values()}
         if clashes:
             raise ValueError(f"{module.path}: {sorted(clashes)} must be renamed in one of the modules that define it")
-        lines = [line.encode() for line in module.lines]
+        lines = list(module.lines)
         edits = []
         for node in ast.walk(statement.node):
             if isinstance(node, ast.ImportFrom) and node.level:
@@ -332,8 +347,8 @@ class _JoinedCode:
             elif isinstance(node, _DEFINITIONS) and node is statement.node and node.name in renamed:
                 column = lines[node.lineno - 1].index(b" " + node.name.encode()) + 1
                 edits.append((node.lineno - 1, column, node.name))
-        for docstring in _inner_docstrings(statement.node):
-            _cut_to_summary(docstring, lines)
+            if isinstance(node, _DEFINITIONS) and self.files[module.path] == _BASE_FILE:
+                _cut_to_summary(node, lines)
         for row, column, name in sorted(edits, reverse=True):
             line, end = lines[row], column + len(name.encode())
             if line[column:end].decode() != name:
@@ -353,28 +368,14 @@ class _JoinedCode:
             lines[node.lineno - 1] = line.encode()
 
 
-def _inner_docstrings(node: ast.AST, is_public: bool = False) -> Iterator[ast.Expr]:
-    """Yield the docstrings of functions that only the package calls: all but the public methods of public classes."""
-    if isinstance(node, _DEFINITIONS):
-        is_class = isinstance(node, ast.ClassDef)
-        is_public = not node.name.startswith("_") and (is_class or is_public)
-        if not is_public and ast.get_docstring(node, clean=False) and isinstance(node.body[0], ast.Expr):
-            yield node.body[0]
-        for inner in node.body:
-            yield from _inner_docstrings(inner, is_public and is_class)
-
-
-def _cut_to_summary(docstring: ast.Expr, lines: list[bytes]) -> None:
-    rows = range(docstring.lineno - 1, docstring.end_lineno or docstring.lineno)
-    empty = next((row for row in rows if not lines[row].strip()), None)
-    if empty is not None:
-        lines[empty - 1] += b'"""'
-        for row in range(empty, rows.stop):
-            lines[row] = _GONE
-
-
-# Stands for a line that is left out.
-_GONE = b"\0"
+def _cut_to_summary(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, lines: list[bytes]) -> None:
+    """Leave of a docstring its first paragraph: the whole of it stands in the package and its reference."""
+    if ast.get_docstring(node, clean=False):
+        rows = range(node.body[0].lineno - 1, node.body[0].end_lineno or 0)
+        empty = next((row for row in rows if not lines[row].strip()), None)
+        if empty is not None:
+            lines[empty - 1] += b'"""'
+            lines[empty : rows.stop] = [_GONE] * (rows.stop - empty)
 
 
 def _spaced(statements: list[_Statement], texts: list[str]) -> str:
