@@ -150,7 +150,7 @@ def test_the_method_passes_the_shared_tests_and_its_own(copied: Path):
 def test_the_method_trains_answers_and_gets_its_card(copied: Path):
     (copied / "report.txt").write_text("Nora Lind wrote this report on bees.", encoding="utf-8")
     torch.manual_seed(0)
-    assert [command[0] for command in commands()] == ["train", "evaluate", "ask", "card"]
+    assert [command[0] for command in commands()] == ["train", "evaluate", "ask", "publish"]
     train, *later = [[part.strip('"') for part in command] for command in commands()]
     run(copied, "-m", "context_compressors.cli", *train)
     # In one process, which does not know the method from its training.
