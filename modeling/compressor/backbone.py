@@ -38,6 +38,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
     pools_windows = False
     # Whether `encode` needs all chunks of a row, also those without tokens behind the last one of a short row.
     needs_whole_rows = False
+    # Whether `encode` takes a list `own_losses`, to which it adds a loss of each row `(batch_size,)` while it trains.
+    has_own_loss = False
     # Whether training on a text without context or memory is worth a warning; trainers that mean it say so.
     warns_of_no_context = True
     # Learned vectors in front of the slots of each chunk and behind them.

@@ -81,10 +81,11 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         """Log; a loss is the mean over ratios, and has the sum that is trained on beside it."""
         counts = self._metrics["train" if self.model.training else "eval"].pop("num_ratios_summed", [])
         count = sum(counts) / len(counts) if counts else 1
-        selector = self._metrics["train" if self.model.training else "eval"].get("loss_ratio_selector", [0.0])
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        own_losses = metrics.get("loss_ratio_selector") or metrics.get("own_loss") or [0.0]
         for name in [name for name in logs if re.fullmatch(r"(eval_(\w+_)?)?loss", name)] if count > 1 else []:
             logs[f"{name}_sum_over_ratios"] = logs[name]
-            logs[name] = (logs[name] - sum(selector) / len(selector)) / count
+            logs[name] = (logs[name] - sum(own_losses) / len(own_losses)) / count
             logs["num_ratios_summed"] = count
         super().log(logs, *args, **kwargs)
 
@@ -174,8 +175,14 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
     ) -> tuple[Any, Tensor | float]:
         """What `compress` makes of the contexts, and the ratio selector's loss."""
         model = self._unwrapped()
-        if hasattr(model.base_model, "accumulation_steps"):
-            model.base_model.accumulation_steps = getattr(self, "current_gradient_accumulation_steps", 1)
+        if model.base_model.has_own_loss and self.model.training:
+            own_losses: list[Tensor] = []
+            memories = model.compress(**context, ratio=ratio, own_losses=own_losses)
+            if not own_losses:
+                return memories, 0.0
+            own_loss = torch.cat(own_losses)
+            self._record("own_loss", own_loss.sum(), torch.tensor(len(own_loss), device=own_loss.device))
+            return memories, own_loss.mean()
         if not model.config.selects_ratios:
             return model.compress(**context, ratio=ratio), 0.0
         memories, predicted = model.base_model.compress_with_log_ratios(**context, ratios=ratio)
