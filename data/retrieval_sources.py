@@ -109,6 +109,7 @@ class RetrievalSource:
                     raise ValueError(f"a source of retrieval needs {', '.join(_NEEDED_COLUMNS)}: there is no {name!r}")
             tables = {name: _from_mapping(RetrievalTable, f"the {name}", mapping[name]) for name in _NEEDED_COLUMNS}
             mapping = {**mapping, **tables}
+            mapping = {"licence" if key == "license" else key: value for key, value in mapping.items()}
         return _from_mapping(cls, "a source of retrieval", mapping)
 
     @classmethod

@@ -107,6 +107,8 @@ class DataSource:
             # YAML 1.1 reads 1e-1, which has no point, as a text.
             object.__setattr__(self, "weight", float(self.weight))
         tasks = (self.tasks,) if isinstance(self.tasks, str) else tuple(self.tasks)
+        # As the Hub spells it.
+        tasks = tuple("summarisation" if task == "summarization" else task for task in tasks)
         object.__setattr__(self, "tasks", tasks)
         for task in tasks:
             check_choice(f"task of source {self.label!r}:", task, TASKS)
@@ -151,6 +153,7 @@ class DataSource:
         if not isinstance(mapping, cls):
             if not isinstance(mapping, Mapping):
                 raise ValueError(f"a source is a mapping such as {{path: FILE, tasks: [TASK]}}, got {mapping!r}")
+            mapping = {"licence" if key == "license" else key: value for key, value in mapping.items()}
             allowed = [field.name for field in fields(cls)]
             for key in mapping:
                 check_choice("field of a source", key, allowed)

@@ -1,53 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of every trainer: stops at a NaN loss, counts what was cut, records documents, resumes whole states."""
+"""What every trainer of this package does: it stops at a NaN loss, counts tokens, records documents and resumes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from accelerate.utils import gather_object
+from accelerate import Accelerator
+from accelerate.utils import gather_object, is_compiled_module
 from torch import nn
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from ..configuration.configuration_compressor import CompressorConfig
 from ..data.document_ids import TrainingDocuments
 from .optimizers import OptimizerChoice
-from .run_counts import RunCounts
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
-# Counts of some objectives alone.
-_NOT_OF_ALL = ("num_tokens", "num_context_tokens")
+COUNTS = ("num_tokens", "num_context_tokens", "num_cut_tokens", "num_cut_examples")
+# Some objectives do not count these.
+_OPTIONAL_COUNTS = ("num_tokens", "num_context_tokens")
 _METADATA = ("example_ids", "num_cut", "documents")
 
 
 def without_metadata(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The batch without what `CompressionCollator(with_metadata=True)` adds for people."""
+    """Return the batch without what `CompressionCollator(with_metadata=True)` adds for people."""
     return {key: value for key, value in inputs.items() if key not in _METADATA}
 
 
-def take_tokenized_examples(args: Any) -> None:
-    """Set the arguments that keep TRL from preparing examples, which are tokenized already."""
-    args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
-    args.remove_unused_columns = False
+class RunCounts(TrainerCallback, ExportableState):
+    """Counts of a training run that its checkpoints hold, so that a resumed run goes on from them.
+
+    Attributes:
+        counts: `COUNTS` of this process, and in process 0 what all of them had when they were last put together.
+        earlier_seconds: wall-clock time of the parts before a resume, up to the checkpoints that they left.
+    """
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.earlier_seconds = 0.0
+        self._began: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds of training so far."""
+        return self.earlier_seconds + (0.0 if self._began is None else time.perf_counter() - self._began)
+
+    def add(self, **counts: int) -> None:
+        """Count what a batch has."""
+        for name, number in counts.items():
+            self.counts[name] += number
+
+    def put_together(self, accelerator: Accelerator) -> dict[str, int]:
+        """Return the counts of all processes, which process 0 keeps from now on; every process has to call this."""
+        own = torch.tensor([self.counts[name] for name in COUNTS], device=accelerator.device)
+        total = dict(zip(COUNTS, accelerator.reduce(own, reduction="sum").tolist(), strict=True))
+        self.counts = dict(total) if accelerator.is_main_process else dict.fromkeys(COUNTS, 0)
+        return total
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        return {"args": {}, "attributes": {"counts": dict(self.counts), "earlier_seconds": self.seconds}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Go on from the counts of a resumed checkpoint."""
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if saved is not None and state.global_step:
+            # They are those of all processes.
+            counts = saved["attributes"]["counts"] if state.is_world_process_zero else dict.fromkeys(COUNTS, 0)
+            self.counts, self.earlier_seconds = dict(counts), saved["attributes"]["earlier_seconds"]
+        state.stateful_callbacks[type(self).__name__] = self.state()
+        self._began = time.perf_counter()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop the clock."""
+        self.earlier_seconds, self._began = self.seconds, None
 
 
 class BaseTrainer(OptimizerChoice):
     """A `Trainer` that stops with the batch's ids when the loss is not finite, and logs context and cut-off tokens.
 
     Weights that are not finite are never saved, so the last checkpoint stays good. A resumed run counts on. Every
-    checkpoint has the ids of the documents that trained it and chose beside it.
+    checkpoint holds the ids of the documents that trained it and of those that it was chosen by.
 
     Attributes:
         documents: those that this run has read so far, see [`TrainingDocuments`].
+        run_counts: see [`RunCounts`].
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.add_callback(RunCounts())
+        self.run_counts = RunCounts()
+        self.add_callback(self.run_counts)
         self.documents, self._has_warned = TrainingDocuments(), False
         half = {p.dtype for p in self.model.parameters() if p.requires_grad and p.dtype.itemsize == 2}
         # DeepSpeed has float32 copies of its own.
@@ -58,10 +108,32 @@ class BaseTrainer(OptimizerChoice):
                 half.pop(),
             )
 
-    @property
-    def run_counts(self) -> RunCounts:
-        """What this run has counted."""
-        return next(callback for callback in self.callback_handler.callbacks if isinstance(callback, RunCounts))
+    def redirected_forward(self, wrapped: nn.Module, function: Callable[..., Result], **inputs: Any) -> Result:
+        """Run a step, `function(**inputs)`, in place of the model's forward pass, called through what wraps the model.
+
+        The step makes several passes, where wrappers count on a single one: DDP arms its gradient reduction in it,
+        FSDP holds the embeddings and the head whole only while it runs.
+
+        Raises:
+            ValueError: a wrapper that runs copies of the model in threads (`DataParallel`), or a compiled model.
+        """
+        if isinstance(wrapped, nn.DataParallel):
+            raise ValueError(
+                "one process sees several GPUs (DataParallel), which this training step does not support: start one "
+                "process for each GPU with `accelerate launch`, or show it one GPU with CUDA_VISIBLE_DEVICES=0"
+            )
+        module = self.accelerator.unwrap_model(self.model)
+        if is_compiled_module(module):
+            raise ValueError("torch_compile is not supported here: the step would run without it; leave it out")
+        own_forward = vars(module).get("forward")
+        module.forward = function
+        try:
+            return wrapped(**inputs)
+        finally:
+            if own_forward is None:
+                del module.forward
+            else:
+                module.forward = own_forward
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """One forward and backward pass; `ValueError` names step and batch ids when the loss is NaN or infinite."""
@@ -95,8 +167,7 @@ class BaseTrainer(OptimizerChoice):
         if not self._has_warned and not others.isdisjoint(documents):
             self._has_warned = True
             logger.warning(
-                "documents of eval_sources are trained on, too: what is chosen by their losses is chosen by what the "
-                "model has learned by heart"
+                "documents of eval_sources are trained on, too: their losses measure what was learned by heart"
             )
 
     def gather_documents(self) -> None:
@@ -109,14 +180,19 @@ class BaseTrainer(OptimizerChoice):
         """Log, with the counts of all processes so far."""
         if "loss" in logs:
             counts = self.run_counts.put_together(self.accelerator)
-            logs |= {name: count for name, count in counts.items() if count or name not in _NOT_OF_ALL}
+            logs |= {name: count for name, count in counts.items() if count or name not in _OPTIONAL_COUNTS}
         super().log(logs, *args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        # DeepSpeed has loaded its own by now, or has failed.
-        if checkpoint is not None and not self.is_deepspeed_enabled:
-            _check_states(Path(checkpoint))
         if checkpoint is not None:
+            names = [path.name for path in Path(checkpoint).iterdir()]
+            # The library would make new ones; DeepSpeed has loaded its own by now, or has failed.
+            for part in () if self.is_deepspeed_enabled else ("optimizer", "scheduler"):
+                if not any(part in name for name in names):
+                    raise ValueError(
+                        f"{checkpoint} has no state of the {part} (was it saved with `save_only_model`?): start a new "
+                        "run from its weights, with `checkpoint` in place of `resume_from_checkpoint`"
+                    )
             self.documents.add(TrainingDocuments.of(checkpoint))
         super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -142,16 +218,3 @@ class BaseTrainer(OptimizerChoice):
             state_dict = {name: weight for name, weight in state_dict.items() if name not in tied}
         super()._save(output_dir, state_dict)
         self.documents.save(output_dir or self.args.output_dir)
-
-
-def _check_states(checkpoint: Path) -> None:
-    """Raise `ValueError` when a checkpoint lacks its optimizer or scheduler: the library would make new ones."""
-    names = [path.name for path in checkpoint.iterdir()]
-    # Several processes may have several files or folders of one.
-    missing = [part for part in ("optimizer", "scheduler") if not any(part in name for name in names)]
-    if missing:
-        raise ValueError(
-            f"{checkpoint} has no state of the {' and '.join(missing)}, so training cannot go on as it stopped (was "
-            "it saved with `save_only_model`?): start a new run from its weights, with `checkpoint` in place of "
-            "`resume_from_checkpoint`"
-        )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer and the model that a recipe names."""
+"""The models and tokenizers that a recipe names."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from ..data.task_tokens import add_sentinel_tokens, add_task_tokens, check_task_
 from ..modeling import model_class
 from ..modeling.checkpoint.gguf_files import gguf_arguments, gguf_tokenizer
 from ..modeling.checkpoint.pretrained_bases import base_place, fetch_bases, naming_broken, tokenizer_from_place
-from .arguments import ModelArguments
-from .resume import changed_config
+from .fields import ModelArguments
 
 # Of a new compressor, where a recipe names none.
 DEFAULT_METHOD = next(iter(METHODS))
+# What decides which parameters train.
+_TRAINABLE_SET = ("training_stage", "trainable_parameters")
 
 
 def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
@@ -35,29 +37,12 @@ def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
     if name is None:
         raise ValueError("give a tokenizer, a base or a checkpoint")
     if model_args.base_gguf_file is not None and name == model_args.base:
-        _check_gguf_file(model_args)
-        tokenizer = gguf_tokenizer(name, model_args.base_gguf_file, revision=model_args.base_revision or "main")
+        tokenizer = gguf_tokenizer(name, model_args.base_gguf_file, revision="main")
     else:
-        # A tokenizer or checkpoint of its own is no revision of the base.
-        revision = model_args.base_revision if name == model_args.base else None
-        tokenizer = tokenizer_from_place(name, revision=revision)
+        tokenizer = tokenizer_from_place(name)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _check_model_fields(fields: Mapping[str, Any]) -> None:
-    """Raise `ValueError` naming the nearest right one when `model_config` has a field that T5 does not have."""
-    config = T5Config()
-    plain = config.to_dict()
-    for name in fields:
-        if hasattr(config, str(name)):
-            continue
-        # Some are read, and kept as other fields: what is not is kept as it is.
-        found = T5Config(**{str(name): fields[name]}).to_dict()
-        if {key: value for key, value in found.items() if key != name} == plain:
-            known = [key for key in (*plain, *T5Config.attribute_map) if not key.startswith("_")]
-            check_choice("field of T5Config in model_config:", name, known)
 
 
 def new_encoder_decoder(
@@ -67,16 +52,16 @@ def new_encoder_decoder(
     tokenizer: PreTrainedTokenizerBase,
     loading: Mapping[str, Any],
 ) -> PreTrainedModel:
-    """A DeCAL model that has not been trained, for a tokenizer, which gets T5's sentinels where it has none.
+    """Return an untrained DeCAL model for a tokenizer, which gets T5's sentinels where it has none.
 
     Args:
         model_class: [`DeCALForConditionalGeneration`].
-        model_config: fields of its `T5Config`.
-        fields: other fields of its configuration.
+        model_config, fields: fields of its `T5Config`, and of its configuration.
         tokenizer: its ids are the model's; the decoder starts with BOS, or with the pad where there is none, as in T5.
         loading: `dtype` and `attn_implementation`.
     """
-    _check_model_fields(model_config)
+    for name in model_config:
+        check_choice("field of T5Config in model_config:", name, [*T5Config().to_dict(), *T5Config.attribute_map])
     add_sentinel_tokens(tokenizer)
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = model_class.config_class(
@@ -88,39 +73,35 @@ def new_encoder_decoder(
     return model_class._from_config(config, **loading)
 
 
-def pretrained_language_model(model_args: ModelArguments) -> PreTrainedModel:
-    if model_args.base is None:
-        raise ValueError("give a base: folder or Hub id of the language model to start from")
-    _check_gguf_file(model_args)
-    with naming_broken(f"the base {model_args.base}: config.json or model.safetensors"):
-        model = AutoModelForCausalLM.from_pretrained(
-            model_args.base if model_args.base_revision else base_place(model_args.base),
-            revision=model_args.base_revision or "main",
+def _language_model(name: str, what: str, model_args: ModelArguments, **kwargs: Any) -> PreTrainedModel:
+    with naming_broken(f"the {what} {name}: config.json or model.safetensors"):
+        return AutoModelForCausalLM.from_pretrained(
+            base_place(name),
             dtype=getattr(torch, model_args.dtype),
             attn_implementation=model_args.attn_implementation,
-            **gguf_arguments(model_args.base_gguf_file),
+            **kwargs,
         )
+
+
+def pretrained_language_model(model_args: ModelArguments) -> PreTrainedModel:
+    """Load the base as a plain language model."""
+    if model_args.base is None:
+        raise ValueError("give a base: folder or Hub id of the language model to start from")
+    model = _language_model(model_args.base, "base", model_args, **gguf_arguments(model_args.base_gguf_file))
     # Adapters that are trained on it name it so.
     model.name_or_path = model.config.name_or_path = model_args.base
     return model
 
 
 def teacher_language_model(model_args: ModelArguments) -> PreTrainedModel:
-    """The teacher of distillation: a language model, or one with the adapter in a folder that PEFT or TRL saved."""
-    folder = model_args.teacher if (Path(model_args.teacher or "") / "adapter_config.json").is_file() else None
-    name = model_args.teacher
-    if folder is not None:
-        from peft import PeftConfig
+    """Load the teacher of distillation: a language model, or one with the adapter in a folder that PEFT saved."""
+    folder = str(model_args.teacher)
+    if not (Path(folder) / "adapter_config.json").is_file():
+        return _language_model(folder, "teacher", model_args)
+    from peft import PeftConfig
 
-        name = PeftConfig.from_pretrained(folder).base_model_name_or_path
-    with naming_broken(f"the teacher {name}: config.json or model.safetensors"):
-        model = AutoModelForCausalLM.from_pretrained(
-            base_place(name),
-            dtype=getattr(torch, model_args.dtype),
-            attn_implementation=model_args.attn_implementation,
-        )
-    if folder is not None:
-        model.load_adapter(folder)
+    model = _language_model(PeftConfig.from_pretrained(folder).base_model_name_or_path, "teacher", model_args)
+    model.load_adapter(folder)
     return model
 
 
@@ -129,68 +110,62 @@ def load_compressor(
     tokenizer: PreTrainedTokenizerBase | None = None,
     auto_class: str | None = None,
 ) -> PreTrainedModel:
-    """The compressor to train: a checkpoint to go on from, or a new one on a base.
+    """Load the compressor to train: a checkpoint to go on from, or a new one on a base.
 
     Args:
         model_args: names the method and where the weights come from.
         tokenizer: gets the method's task tokens, whose ids a new compressor takes; a checkpoint's must be in it. The
             ids behind the base's vocabulary are taken when `None`.
         auto_class: the Auto class that loads what is built; the one that generates when `None`.
-
-    Raises:
-        ValueError: fields that do not go together, a checkpoint of another method, or a tokenizer that does not know
-            the checkpoint's task tokens.
     """
     check_start(model_args)
-    fields = dict(model_args.method_config or {})
-    kind = model_class(_method(model_args), auto_class)
+    method = _method(model_args)
+    kind = model_class(method, auto_class)
     if not kind.config_class.is_trained:
         raise ValueError(
-            f"the method {_method(model_args)} trains nothing: {kind.__name__}.from_base(base) is the whole compressor"
+            f"the method {method} trains nothing: {kind.__name__}.from_base(base) is the whole compressor"
         )
     loading = {"dtype": getattr(torch, model_args.dtype), "attn_implementation": model_args.attn_implementation}
     loading = {name: value for name, value in loading.items() if value is not None}
     if model_args.checkpoint is not None:
-        if model_args.checkpoint_config:
-            config = kind.config_class.from_pretrained(model_args.checkpoint)
-            loading["config"] = changed_config(config, model_args.checkpoint_config)
-        if model_args.checkpoint_base is not None:
-            loading["base_model"] = base_place(model_args.checkpoint_base)
-        else:
-            stored, _ = PreTrainedConfig.get_config_dict(model_args.checkpoint)
-            fetch_bases(stored.get("external_weights"))
-        with naming_broken(f"the checkpoint {model_args.checkpoint}: config.json or model.safetensors"):
-            model = kind.from_pretrained(model_args.checkpoint, **loading)
-        if tokenizer is not None:
-            check_task_tokens(tokenizer, model.config.task_token_ids)
-        return model
+        return _load_checkpoint(kind, model_args, tokenizer, loading)
+    fields = dict(model_args.method_config or {})
     if model_args.model_config is not None:
         return new_encoder_decoder(kind, model_args.model_config, fields, tokenizer, loading)
-    if model_args.base_revision is not None:
-        loading["revision"] = model_args.base_revision
-    _check_gguf_file(model_args)
     if model_args.base_gguf_file is not None:
         loading["gguf_file"] = model_args.base_gguf_file
-    base, encoder = model_args.base, model_args.encoder
-    if encoder is not None:
-        loading["encoder"] = encoder if model_args.encoder_revision else base_place(encoder)
-        loading["encoder_revision"] = model_args.encoder_revision
+    if model_args.encoder is not None:
+        loading["encoder"] = base_place(model_args.encoder)
     if model_args.adapter is not None:
         loading["adapter"] = model_args.adapter
     if tokenizer is not None:
         # With its default decoder a configuration tells which task tokens the method has; their ids are ours to give.
         names = tuple(kind.config_class(**fields).task_token_ids)
         fields["task_token_ids"] = add_task_tokens(tokenizer, names)
-    with naming_broken(f"the base {base}: config.json or model.safetensors"):
-        return kind.from_base(base if model_args.base_revision else base_place(base), **loading, **fields)
+    with naming_broken(f"the base {model_args.base}: config.json or model.safetensors"):
+        return kind.from_base(base_place(model_args.base), **loading, **fields)
+
+
+def _load_checkpoint(
+    kind: type[PreTrainedModel], model_args: ModelArguments, tokenizer: Any, loading: dict[str, Any]
+) -> PreTrainedModel:
+    name = str(model_args.checkpoint)
+    if model_args.checkpoint_config:
+        loading["config"] = changed_config(kind.config_class.from_pretrained(name), model_args.checkpoint_config)
+    if model_args.checkpoint_base is not None:
+        loading["base_model"] = base_place(model_args.checkpoint_base)
+    else:
+        stored, _ = PreTrainedConfig.get_config_dict(name)
+        fetch_bases(stored.get("external_weights"))
+    with naming_broken(f"the checkpoint {name}: config.json or model.safetensors"):
+        model = kind.from_pretrained(name, **loading)
+    if tokenizer is not None:
+        check_task_tokens(tokenizer, model.config.task_token_ids)
+    return model
 
 
 def check_start(model_args: ModelArguments) -> None:
-    """Check that the fields that name a compressor's method and start go together; nothing is read.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise `ValueError` unless the fields that name a compressor's method and start go together."""
     if model_args.method is not None:
         check_choice("method", model_args.method, METHODS)
     given = [name for name in ("base", "checkpoint", "model_config") if getattr(model_args, name) is not None]
@@ -200,23 +175,51 @@ def check_start(model_args: ModelArguments) -> None:
             "give either base (a new compressor) or checkpoint (one to go on from), or model_config (a new one of an "
             f"encoder-decoder method), got {given}"
         )
-    for name in ("base_revision", "base_gguf_file", "encoder", "encoder_revision", "adapter"):
-        if model_args.base is None and getattr(model_args, name) is not None:
-            raise ValueError(f"{name} goes with base (a new compressor): leave it out, or null, beside {given[0]}")
     if model_args.checkpoint is not None and model_args.method_config:
         raise ValueError("method_config is fixed by the checkpoint: leave it out, or give checkpoint_config")
-    if model_args.checkpoint is None and model_args.checkpoint_config:
-        raise ValueError("checkpoint_config goes with a checkpoint; of a new compressor give method_config")
-    if model_args.checkpoint is None and model_args.checkpoint_base:
-        raise ValueError("checkpoint_base goes with a checkpoint; a new compressor starts from its base")
+    only_with = dict.fromkeys(("base_gguf_file", "encoder", "adapter"), "base")
+    only_with |= dict.fromkeys(("checkpoint_config", "checkpoint_base"), "checkpoint")
+    for name, start in only_with.items():
+        if getattr(model_args, name) is not None and getattr(model_args, start) is None:
+            raise ValueError(f"{name} goes with {start}: leave it out, or null, where {given[0]} is given")
 
 
-def _check_gguf_file(model_args: ModelArguments) -> None:
-    """Raise `ValueError` when a local `base` does not hold its `base_gguf_file`."""
-    base, file = Path(model_args.base or ""), model_args.base_gguf_file
-    if file is not None and base.is_dir() and not (base / file).is_file():
-        found = sorted(path.name for path in base.glob("*.gguf"))
-        raise ValueError(f"base_gguf_file {file!r} is not in {base}, which has {found or 'no GGUF file'}")
+def changed_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return a checkpoint's configuration with other values of some fields, such as the next stage of a training.
+
+    Args:
+        config: the checkpoint's; it is left as it is.
+        changes: field -> value. A mapping for a model's configuration in it, such as `decoder_config`, changes fields
+            of that one.
+    """
+    kinds: Any = type(config).__mro__[:-1]
+    own = [inspect.signature(base.__init__).parameters for base in kinds]
+    known = {name for parameters in own for name in parameters if hasattr(config, name)}
+    fields = config.to_dict()
+    for name, value in changes.items():
+        check_choice(f"field of {type(config).__name__}:", name, sorted(known))
+        if isinstance(getattr(config, name), PreTrainedConfig) and isinstance(value, Mapping):
+            for field in value:
+                check_choice(f"field of {name}:", field, sorted(fields[name]))
+            value = {**fields[name], **value}
+        fields[name] = value
+    changed = type(config).from_dict(fields)
+    changed.name_or_path = config.name_or_path
+    return changed
+
+
+def check_resumed(model: PreTrainedModel, folder: str) -> None:
+    """Raise `ValueError` unless a checkpoint to resume trained the parameters that the recipe's model trains."""
+    if not (Path(folder) / "config.json").is_file():
+        return
+    stored = type(model.config).from_pretrained(folder)
+    for name in _TRAINABLE_SET:
+        ours, theirs = (getattr(config, name, None) for config in (model.config, stored))
+        if ours != theirs:
+            raise ValueError(
+                f"{folder} was trained with {name} {theirs!r}, this recipe says {ours!r}: resume with the recipe of "
+                "that run, or start the next one with `checkpoint` instead of `resume_from_checkpoint`"
+            )
 
 
 def _method(model_args: ModelArguments) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses over a vocabulary in bounded memory: a chunk of positions at a time, recomputed in backward."""
+"""Losses that never hold the logits of all positions at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Head = Callable[[Tensor], Tensor]
 
 
 def logits_function(model: PreTrainedModel) -> Head:
-    """The map from last hidden states to float32 logits of a causal language model, with Gemma 2's soft-capping.
+    """Return the map from last hidden states to float32 logits, with Gemma 2's soft-capping.
 
     Raises:
         ValueError: a model that scales its logits, as Granite, Cohere and Falcon-H1 do.
@@ -49,13 +49,13 @@ def _chunked_sum(function: Callable[..., Tensor], chunk_size: int, *tensors: Ten
 def negative_log_likelihood(
     states: Tensor, targets: Tensor, head: Head, chunk_size: int = 256
 ) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy, without ever holding more than `chunk_size` rows of logits.
+    """Summed cross-entropy of targets `(num_targets,)` from states `(num_targets, hidden_size)`.
 
     Args:
-        states: `(num_targets, hidden_size)`.
-        targets: `(num_targets,)` token ids.
+        states: that predict them.
+        targets: token ids.
         head: from `logits_function`.
-        chunk_size: positions at a time.
+        chunk_size: rows of logits at a time.
 
     Returns:
         The sum over targets, and how many targets had the highest score (a scalar without gradient).
@@ -79,7 +79,7 @@ def distillation_loss(
 
     Args:
         student_states: `(num_answer_tokens, student_hidden_size)`, the states that predict the answer tokens.
-        teacher_states: `(num_answer_tokens, teacher_hidden_size)`, those of the teacher; no gradient flows into them.
+        teacher_states: `(num_answer_tokens, teacher_hidden_size)`; no gradient flows into them.
         student_head: states to logits of the student.
         teacher_head: states to logits of the teacher.
         chunk_size: answer tokens whose two rows of logits are in memory at once.

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 import transformers
 import yaml
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from ..data.document_ids import TrainingDocuments, record_file
 from ..data.yaml_text import read_yaml
 from ..reporting.environment import environment
-from .arguments import TrainingConfig
 from .base_trainer import BaseTrainer
 
 logger = logging.get_logger(__name__)
@@ -32,28 +33,22 @@ _TEXTS = ("context_prefix", "title", "columns", "where")
 
 
 def latest_checkpoint(output_dir: str) -> str | None:
-    """The newest complete checkpoint of a run, or `None`; one that a kill left half written is passed over.
-
-    A warning says what was passed over, and where the run goes on from.
-
-    Args:
-        output_dir: the run's folder.
-    """
+    """Return the newest complete checkpoint of a run, or `None`; warn of those that a kill left half written."""
     incomplete = []
     folders = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    found = None
     for folder in sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True):
         # The Trainer writes its state last.
         try:
             json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             incomplete.append(folder.name)
-            continue
-        if incomplete:
-            logger.warning(f"{', '.join(incomplete)} incomplete: training goes on from {folder.name}")
-        return str(folder)
+        else:
+            found = str(folder)
+            break
     if incomplete:
-        logger.warning(f"{', '.join(incomplete)} incomplete, and {output_dir} has no other: training starts anew")
-    return None
+        logger.warning(f"{', '.join(incomplete)} incomplete: training goes on from {found or 'the start'}")
+    return found
 
 
 def earlier_files(output_dir: str | Path) -> list[Path]:
@@ -71,25 +66,33 @@ def check_output_dir(output_dir: str | Path, overwrite: bool) -> None:
         )
 
 
-def _device_name(args: TrainingConfig) -> str:
-    """What the run computes on, such as "2 x NVIDIA H200" or a CPU's name and its number of threads."""
-    if args.device.type == "cuda":
-        return f"{args.world_size} x {torch.cuda.get_device_name(args.device)}"
-    hardware = environment()
-    threads = hardware["torch_threads"]
-    return f"{hardware['cpu']}, {threads} thread{'s' if threads > 1 else ''}"
+def store_weights_as(dtype: torch.dtype, folder: Path) -> None:
+    """Rewrite the floating-point weights of a saved model in another type; the configuration stays as it is.
 
-
-def _is_text(name: str, value: Any) -> bool:
-    """Whether a field holds words, not paths: prompts may be a file's name or the prompts themselves."""
-    return name in _TEXTS or (name == "prompts" and isinstance(value, Mapping))
+    `from_pretrained` reads them back in the type that the configuration names.
+    """
+    total_size = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+        total_size += sum(tensor.nbytes for tensor in tensors.values())
+        save_file(tensors, path, metadata=metadata)
+    index_path = folder / SAFE_WEIGHTS_INDEX_NAME
+    if index_path.is_file():
+        index = json.loads(index_path.read_text(encoding="utf-8"))
+        index["metadata"]["total_size"] = total_size
+        index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def without_folders(value: Any) -> Any:
-    """Paths on this machine by their last part alone, inside lists and mappings, too; anything else as it is. A data
-    set's name that is a folder's stays one, "./" and the last part, and is no repository's of that name."""
+    """Return paths on this machine by their last part alone, inside lists and mappings, too; anything else as it is.
+
+    A data set's name that is a folder's becomes "./" and the last part, and is no repository's of that name.
+    """
     if isinstance(value, Mapping):
-        shown = {name: inside if _is_text(name, inside) else without_folders(inside) for name, inside in value.items()}
+        is_text = {name: name in _TEXTS or (name == "prompts" and isinstance(value[name], Mapping)) for name in value}
+        shown = {name: inside if is_text[name] else without_folders(inside) for name, inside in value.items()}
         if isinstance(value.get("name"), str) and Path(value["name"]).is_dir():
             shown["name"] = f"./{Path(value['name']).resolve().name}"
         return shown
@@ -102,12 +105,7 @@ def without_folders(value: Any) -> Any:
 
 
 def add_earlier_documents(trainer: BaseTrainer, recipe: Mapping[str, Any]) -> None:
-    """Take over the documents of what a run starts from: `checkpoint`, and `base`, `adapter`, `teacher` with a record.
-
-    Args:
-        trainer: before it trains.
-        recipe: its fields.
-    """
+    """Take over the documents of what a run starts from, where it left a record."""
     for name in _STARTS:
         if recipe.get(name) is not None:
             earlier = TrainingDocuments.of(recipe[name], on_hub=name == "checkpoint")
@@ -117,14 +115,7 @@ def add_earlier_documents(trainer: BaseTrainer, recipe: Mapping[str, Any]) -> No
 
 
 def earlier_sources(recipe: Mapping[str, Any]) -> list[Any]:
-    """The sources of what a run starts from, in all stages that left a record, as their recipes name them.
-
-    Args:
-        recipe: its fields.
-
-    Raises:
-        ValueError: a record holds something else.
-    """
+    """Return the sources of what a run starts from, in all stages that left a record."""
     found: list[Any] = []
     for name in _STARTS:
         place, on_hub = recipe.get(name) or "", name == "checkpoint"
@@ -132,14 +123,8 @@ def earlier_sources(recipe: Mapping[str, Any]) -> list[Any]:
         ran = None if summary is None else record_file(place, RECIPE_NAME, on_hub)
         if summary is None or ran is None:
             continue
-        try:
-            earlier = json.loads(summary.read_text(encoding="utf-8")).get("earlier_sources", [])
-            # Both or neither: of a foreign file nothing is taken.
-            found += [*earlier, *(read_yaml(ran).get("sources") or [])]
-        except (AttributeError, TypeError, ValueError) as error:
-            # Other tools' files of these names say nothing about a base.
-            if name == "checkpoint":
-                raise ValueError(f"{summary} and {ran} are no record of a training run: {error!r}") from error
+        found += json.loads(summary.read_text(encoding="utf-8")).get("earlier_sources", [])
+        found += read_yaml(ran).get("sources") or []
     return [entry for index, entry in enumerate(found) if entry not in found[:index]]
 
 
@@ -163,14 +148,18 @@ def write_summary(
     # The file is shared: it names no folder of this machine, and no token.
     shown = without_folders({name: value for name, value in recipe.items() if name not in _PRIVATE_FIELDS})
     (output_dir / RECIPE_NAME).write_text(yaml.safe_dump(shown, sort_keys=False), encoding="utf-8")
-    is_whole = trainer.run_counts.is_whole
+    hardware = environment()
+    num_threads = hardware["torch_threads"]
+    device = f"{hardware['cpu']}, {num_threads} thread{'s' if num_threads > 1 else ''}"
+    if trainer.args.device.type == "cuda":
+        device = f"{trainer.args.world_size} x {torch.cuda.get_device_name(trainer.args.device)}"
     summary = {
         "steps": trainer.state.global_step,
         "input_tokens": trainer.state.num_input_tokens_seen,
-        "context_tokens": (counts["num_context_tokens"] or None) if is_whole else None,
+        "context_tokens": counts["num_context_tokens"] or None,
         "seed": trainer.args.seed,
-        "hours": float(f"{trainer.run_counts.seconds / 3600:.3g}") if is_whole else None,
-        "device": _device_name(trainer.args),
+        "hours": float(f"{trainer.run_counts.seconds / 3600:.3g}"),
+        "device": device,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         **({"earlier_sources": without_folders(earlier)} if earlier else {}),

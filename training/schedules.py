@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained when: lengths that grow from point to point, ratios and tasks that change at a step."""
+"""Schedules over a training: how long contexts are, and which ratios and tasks are trained when."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Any
 from ..data.prompts import TASKS
 
 
-def check_length_schedule(schedule: Sequence[Sequence[float]], minimum: int) -> list[tuple[float, int]]:
-    """(fraction of training, tokens) pairs in order, fractions from 0 to 1 and each length at least `minimum`;
-    `ValueError` otherwise."""
+def check_length_schedule(schedule: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
+    """Return (fraction of training, tokens) pairs; `ValueError` unless they are in order and allowed."""
     try:
         points = [(float(fraction), int(length)) for fraction, length in schedule]
     except (TypeError, ValueError):
         points = []
-    is_allowed = all(0 <= fraction <= 1 and length >= minimum for fraction, length in points)
+    is_allowed = all(0 <= fraction <= 1 and length >= 1 for fraction, length in points)
     if not points or points != sorted(points) or not is_allowed:
         raise ValueError(
-            "length_schedule must be a list of [fraction of training, tokens] in order, fractions from 0 to 1 and "
-            f"each with at least {minimum} tokens, got {schedule!r}"
+            "length_schedule must be a list of [fraction of training, tokens] in order, fractions from 0 to 1 and at "
+            f"least 1 token, got {schedule!r}"
         )
     return points
 
@@ -36,38 +35,33 @@ def scheduled_length(points: Sequence[tuple[float, int]], fraction: float) -> in
     return round(y0 + (y1 - y0) * (fraction - x0) / (x1 - x0))
 
 
-def check_ratio_schedule(schedule: Sequence[Sequence[Any]]) -> list[tuple[float, list[int]]]:
-    """(fraction of training, ratios) pairs in order, the first at 0; `ValueError` otherwise."""
-
-    def is_ratio(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-    return _check_changes("ratio_schedule", schedule, is_ratio, "ratios", "ratios at least 1")
-
-
 def check_task_schedule(schedule: Sequence[Sequence[Any]]) -> list[tuple[float, list[str]]]:
-    """(fraction of training, tasks) pairs in order, the first at 0; `ValueError` otherwise."""
-    points = _check_changes("task_schedule", schedule, TASKS.__contains__, "tasks", f"tasks of {', '.join(TASKS)}")
-    for _, tasks in points:
-        if len(set(tasks)) < len(tasks):
-            raise ValueError(
-                f"task_schedule: {tasks} names a task twice; how often a task comes, the tasks of each source say"
-            )
-    return points
+    """Return (fraction of training, tasks) pairs; `ValueError` unless they are in order and allowed."""
+    return check_changes("task_schedule", schedule, TASKS.__contains__)
 
 
-def _check_changes(
-    name: str, schedule: Any, is_allowed: Callable[[Any], bool], kind: str, allowed: str
+def check_changes(
+    name: str, schedule: Sequence[Sequence[Any]], is_allowed: Callable[[Any], bool]
 ) -> list[tuple[float, list[Any]]]:
+    """Return (fraction of training, values) pairs.
+
+    Args:
+        name: of the field.
+        schedule: its value.
+        is_allowed: whether a value is.
+
+    Raises:
+        ValueError: fractions that do not rise from 0, or a value that is not allowed.
+    """
     try:
         points = [(float(fraction), list(values)) for fraction, values in schedule]
     except (TypeError, ValueError):
         points = []
     fractions = [fraction for fraction, _ in points]
-    in_order = fractions[:1] == [0] and fractions == sorted(set(fractions)) and all(0 <= x < 1 for x in fractions)
+    in_order = fractions[:1] == [0] and fractions == sorted(set(fractions)) and fractions[-1] < 1
     if not in_order or not all(values and all(map(is_allowed, values)) for _, values in points):
         raise ValueError(
-            f"{name} must be a list of [fraction of training, [{kind}]] in order, the first fraction 0 and all "
-            f"below 1, {allowed}, got {schedule!r}"
+            f"{name} must be a list of [fraction of training, values] in order, the first fraction 0 and all below 1, "
+            f"and each value allowed, got {schedule!r}"
         )
     return points

@@ -1,105 +1,102 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`context-compressors train RECIPE.yaml [--field value]`: parse the recipe, build its trainer, train."""
+"""`context-compressors train`, also for `accelerate launch -m context_compressors.training.train`."""
 
 from __future__ import annotations
 
 import importlib
 import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from torch import Tensor
+from tqdm import tqdm
 from transformers import Trainer, set_seed
 
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe, recorded_recipe
-from .fit_scorers import check_fits_scorers, fit_scorers
+from .fields import OBJECTIVES_OF
+from .loading import check_resumed
 from .log_answers import add_sample_answers
-from .resume import check_resumed
 from .run_record import (
     add_earlier_documents,
     check_output_dir,
     earlier_files,
     earlier_sources,
     latest_checkpoint,
+    store_weights_as,
     write_summary,
 )
-from .weight_files import store_weights_as
 
-# Every other objective's file in objectives/ has its name.
-_FILES = {"joint": "joint_pretraining"}
-_READING = ("compression", "distillation", "teacher", "windows")
-_COMPRESSING = ("compression", "distillation", "joint", "segments", "windows", "denoising")
-_COMPRESSORS = (*_COMPRESSING, "retrieval")
-# Fields that have no part in other objectives than these.
-_OBJECTIVES_WITH = {
-    "prompt_format": _READING,
-    "task_schedule": _READING,
-    "task_per_batch": _READING,
-    "pack_texts": ("compression", "distillation", "teacher"),
-    # Recipes of other objectives are read over those of questions.
-    **dict.fromkeys(("questions_per_example", "context_prefix", "overlong_contexts"), (*_COMPRESSING, "teacher")),
-    "ratio_mode": _COMPRESSING,
-    **dict.fromkeys(("kl_weight", "nll_weight"), ("distillation",)),
-    **dict.fromkeys(("training_substeps", "segments_per_substep", "random_segments"), ("segments",)),
-    **dict.fromkeys(("noise_density", "mean_span_length"), ("denoising",)),
-    **dict.fromkeys(("max_query_tokens", "contrastive_temperature"), ("retrieval",)),
-    "alpha": ("joint",),
-    "length_schedule": (*_READING, "joint"),
-    "schedule_contexts": _READING,
-    "ratio_schedule": _COMPRESSING,
-    "eval_sources": (*_READING, "joint", "segments", "denoising"),
-    "memories": ("compression", "distillation"),
-    "sample_answers_steps": ("compression", "distillation"),
-    "teacher_lora": ("teacher",),
-    **dict.fromkeys(("method_config", "checkpoint_config", "model_config", "encoder"), _COMPRESSORS),
-}
-_INSTEAD = {("eval_sources", "retrieval"): "measure rankings with `evaluate-retrieval`"}
+
+def _check_fields(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> None:
+    """Refuse fields that have no part in the recipe's objective, and evaluation or schedules that cannot be."""
+    for group in (model_args, data_args, args):
+        for entry in group.__dataclass_fields__.values():
+            objectives = OBJECTIVES_OF.get(entry.name, (args.objective,))
+            # What is empty is no setting.
+            if args.objective not in objectives and getattr(group, entry.name) not in (entry.default, [], {}):
+                raise ValueError(
+                    f"{entry.name} goes with the objectives {', '.join(objectives)}, not with {args.objective}: "
+                    "leave it out"
+                )
+    evaluates = args.eval_strategy != "no" or args.eval_on_start or args.sample_answers_steps
+    if data_args.eval_sources and not evaluates:
+        raise ValueError("eval_sources are never read: give eval_strategy or sample_answers_steps, or leave them out")
+    scheduled = [name for name in ("length_schedule", "task_schedule") if getattr(data_args, name) is not None]
+    if scheduled and args.max_steps < 1 and args.num_train_epochs not in (0, 1):
+        raise ValueError(
+            f"{scheduled[0]} needs max_steps, or num_train_epochs 1, got num_train_epochs {args.num_train_epochs:g}"
+        )
 
 
 def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> Trainer:
-    """The trainer of the recipe's objective, with its model and data.
+    """Return the trainer of the recipe's objective, with its model and data.
 
     Raises:
         ValueError: fields that do not go together, a missing source, column or file.
     """
-    for name, objectives in _OBJECTIVES_WITH.items():
-        group: Any = next(group for group in (model_args, data_args, args) if hasattr(group, name))
-        value, default = getattr(group, name), group.__dataclass_fields__[name].default
-        # What is empty is no setting.
-        if value not in (default, [], {}) and args.objective not in objectives:
-            instead = _INSTEAD.get((name, args.objective), "leave it out")
-            *others, last = objectives
-            named = f"objectives {', '.join(others)} and {last}" if others else f"objective {last}"
-            raise ValueError(f"{name} belongs to the {named}, not to {args.objective}: {instead}")
-    evaluates = args.eval_strategy != "no" or args.eval_on_start or args.sample_answers_steps
-    if data_args.eval_sources and not evaluates:
-        raise ValueError(
-            "eval_sources are read at the steps that eval_strategy names, or where answers are sampled: give "
-            "eval_strategy or sample_answers_steps, or leave eval_sources out"
-        )
-    scheduled = [name for name in ("length_schedule", "task_schedule") if getattr(data_args, name) is not None]
-    if scheduled and args.max_steps < 1 and args.num_train_epochs not in (0, 1):
-        raise ValueError(
-            f"{scheduled[0]} is told by the share of one whole pass over the examples, and num_train_epochs is "
-            f"{args.num_train_epochs:g}: give max_steps, or num_train_epochs 1"
-        )
-    if model_args.teacher is not None and args.objective != "distillation":
-        raise ValueError(
-            f"teacher goes with the objective distillation, not with {args.objective!r}: leave it out, or distil"
-        )
-    if model_args.adapter is not None and args.objective == "teacher":
-        raise ValueError("adapter is what a compressor starts from; the objective teacher goes on from a checkpoint")
+    _check_fields(model_args, data_args, args)
     set_seed(args.seed)
-    objective = importlib.import_module(f".objectives.{_FILES.get(args.objective, args.objective)}", __package__)
-    trainer = objective.build(model_args, data_args, args)
-    if args.fit_scorers:
-        check_fits_scorers(trainer)
+    file = {"joint": "joint_pretraining"}.get(args.objective, args.objective)
+    trainer = importlib.import_module(f".objectives.{file}", __package__).build(model_args, data_args, args)
+    if args.fit_scorers and not hasattr(trainer.model.base_model, "fit_scorers"):
+        raise ValueError(
+            f"fit_scorers goes with the method ranked_key_values, not with {type(trainer.model).__name__}"
+        )
     if args.sample_answers_steps:
         add_sample_answers(trainer, data_args, args.sample_answers_steps)
     return trainer
+
+
+def fit_scorers(trainer: Any, num_contexts: int) -> None:
+    """Fit the scorers of ranked key/values to contexts of the training by least squares; all processes do the same.
+
+    The documents, their tokens and the time count as those of the training.
+
+    Args:
+        trainer: of a compressor with scorers.
+        num_contexts: of its examples, taken evenly; all of them where it has fewer.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model).base_model
+    dataset = trainer.train_dataset
+    count = min(num_contexts, len(dataset))
+
+    def batches() -> Iterator[list[Tensor]]:
+        for index in tqdm(range(count), desc="fit scorers", unit="context"):
+            batch = trainer.data_collator([dataset[index * len(dataset) // count]])
+            trainer.documents.trained.update(batch.get("documents", ()))
+            if trainer.is_world_process_zero():
+                trainer.run_counts.add(num_context_tokens=int(batch["context_attention_mask"].sum()))
+            names = ("context_input_ids", "context_attention_mask", "context_chunk_lengths")
+            yield [batch[name].to(model.device) for name in names if name in batch]
+
+    begin = time.perf_counter()
+    model.fit_scorers(batches())
+    trainer.run_counts.earlier_seconds += time.perf_counter() - begin
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,8 +108,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     resume = args.resume_from_checkpoint
     if str(resume).lower() in ("latest", "true"):
         resume = latest_checkpoint(args.output_dir)
-    elif str(resume).lower() == "false":
-        resume = None
     if resume is None:
         check_output_dir(args.output_dir, args.overwrite)
     trainer = build_trainer(*arguments)
@@ -139,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def main_of_process(argv: Sequence[str] | None = None) -> int:
-    """`main` of a process that does nothing else: threads of a process group that is left open may abort its end."""
+    """Run `main` in a process that does nothing else: an open process group may abort the end of its threads."""
     status = main(argv)
     PartialState().destroy_process_group()
     return status

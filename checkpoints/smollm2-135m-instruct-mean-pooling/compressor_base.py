@@ -5129,6 +5129,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
     pools_windows = False
     # Whether `encode` needs all chunks of a row, also those without tokens behind the last one of a short row.
     needs_whole_rows = False
+    # Whether `encode` takes a list `own_losses`, to which it adds a loss of each row `(batch_size,)` while it trains.
+    has_own_loss = False
     # Whether training on a text without context or memory is worth a warning; trainers that mean it say so.
     warns_of_no_context = True
     # Learned vectors in front of the slots of each chunk and behind them.
@@ -5925,7 +5927,10 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         labels = check_labels(labels, input_ids)
         check_logits_to_keep(logits_to_keep)
         return_dict = kwargs.pop("return_dict", None)
-        loss_arguments = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
+        num_items = kwargs.pop("num_items_in_batch", None)
+        own_losses: list[Tensor] = []
+        if self.model.has_own_loss and self.training and labels is not None and context_input_ids is not None:
+            kwargs["own_losses"] = own_losses
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -5945,7 +5950,11 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         logits = self.text_logits(outputs.last_hidden_state[:, keep, :])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **loss_arguments)
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items)
+            # A row's own loss counts as its targets do, so that any split of a step into calls has one gradient.
+            targets = (labels[:, 1:] != -100).sum(dim=1)
+            for of_rows in own_losses:
+                loss = loss + (of_rows * targets).sum() / (targets.sum() if num_items is None else num_items)
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -79,8 +79,7 @@ class RankedKeyValuesModel(HeadwiseModel):
     method_parts = ("scorers",)
     # Where chunks stand in their row, their keys are moved to; empty ones are left out here.
     needs_whole_rows = True
-    # Calls that add up to one step: each has as much less of (6)'s error. A trainer that knows says so; 1 otherwise.
-    accumulation_steps = 1
+    has_own_loss = True
 
     def __init__(self, config: RankedKeyValuesConfig):
         super().__init__(config)
@@ -188,14 +187,20 @@ class RankedKeyValuesModel(HeadwiseModel):
 
     # --- what stays of them ---
 
-    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[HeadwisePairs]:
+    def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {name: arguments.pop(name) for name in ("own_losses",) if name in arguments}
+
+    def encode(
+        self, chunks: Chunks, ratios: Sequence[int | Tensor], own_losses: list[Tensor] | None = None
+    ) -> list[HeadwisePairs]:
+        """See [`CompressorBackbone.encode`]; `own_losses` takes each row's error of (6) while the model trains."""
         counts = [slot_counts(self.config, chunks.lengths, ratio) for ratio in ratios]
         num_chunks, moves = len(chunks.lengths), self.moves(chunks)
         at_once = num_chunks if self.training else max(1, self.tokens_at_once // chunks.input_ids.shape[1])
         # Of a long context's neighbours in a batch most chunks are empty.
         rows = [row for row, length in enumerate(chunks.lengths) if length or self.training]
         if len(rows) == num_chunks <= at_once:
-            return self._encode_some(chunks, counts, moves)
+            return self._encode_some(chunks, counts, moves, own_losses)
         # Made first: what stays must not lie between what is dropped, whose place is used again.
         found = [self._room(num_chunks, max(of_all)) for of_all in counts]
         for some in (rows[start : start + at_once] for start in range(0, len(rows), at_once)):
@@ -206,7 +211,11 @@ class RankedKeyValuesModel(HeadwiseModel):
         return found
 
     def _encode_some(
-        self, chunks: Chunks, counts: Sequence[Sequence[int]], moves: Tensor | None
+        self,
+        chunks: Chunks,
+        counts: Sequence[Sequence[int]],
+        moves: Tensor | None,
+        own_losses: list[Tensor] | None = None,
     ) -> list[HeadwisePairs]:
         """Of each ratio the pairs that stay of chunks, and how far these are moved."""
         # (1), and (2) of what each layer's attention reads, norm_l(x_l).
@@ -215,7 +224,12 @@ class RankedKeyValuesModel(HeadwiseModel):
             scores = _by_head([scorer(state) for scorer, state in zip(self.scorers, states, strict=True)])
             # (5), which ranks while the scorers learn it by (6).
             attention = self._repeated_attention(key_values, chunks)
-            key_values = self._with_loss(key_values, scores, attention, chunks.attention_mask)
+            errors = _ERROR_WEIGHT * self._row_errors(scores - attention, chunks)
+            if own_losses is None:
+                (keys, values), *others = key_values
+                key_values = ((_WithLoss.apply(keys, errors.mean()), values), *others)
+            else:
+                own_losses.append(errors)
             scores = attention
         else:
             key_values, scores = self._scored(chunks)
@@ -332,12 +346,12 @@ class RankedKeyValuesModel(HeadwiseModel):
             scorer.weight.copy_(solution[:-1].T)
             scorer.bias.copy_(solution[-1])
 
-    def _with_loss(self, key_values: KeyValues, scores: Tensor, attention: Tensor, mask: Tensor) -> KeyValues:
-        """The same keys and values, through which the scorers get the gradient of their squared errors."""
-        real = mask[:, None].expand_as(scores).bool()
-        loss = (scores - attention)[real].square().mean() / self.accumulation_steps
-        (keys, values), *others = key_values
-        return ((_WithLoss.apply(keys, loss), values), *others)
+    def _row_errors(self, errors: Tensor, chunks: Chunks) -> Tensor:
+        """The mean of squared errors over the tokens of each row, `(batch_size,)`."""
+        is_real = chunks.attention_mask[:, None].expand_as(errors)
+        of_chunks = torch.stack([(errors.square() * is_real).sum(dim=(1, 2)), is_real.sum(dim=(1, 2))])
+        total, count = of_chunks.unflatten(1, (-1, chunks.chunks_per_row)).sum(dim=2)
+        return total / count.clamp(min=1)
 
 
 def _same_starts(memory: CompressedContext, is_long: Tensor) -> tuple[Tensor, Tensor]:
@@ -372,17 +386,15 @@ def _by_head(scores: Sequence[Tensor]) -> Tensor:
 
 
 class _WithLoss(torch.autograd.Function):
-    """A tensor as it is; in the backward pass a loss beside it gets its gradient, whatever trainer runs it."""
+    """Give a loss its gradient when the tensor gets one: for trainers that call the backbone without its LM head."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(loss)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        (loss,) = ctx.saved_tensors
-        return gradient, torch.full_like(loss, _ERROR_WEIGHT)
+        return gradient, gradient.new_ones((), dtype=torch.float32)
 
 
 class RankedKeyValuesForCausalLM(CompressorForCausalLM):

@@ -7,14 +7,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-from ..training.fields import DESCRIPTION, DataArguments, ModelArguments, TrainingFields, examples, usage
+from ..training.fields import DESCRIPTION, EXAMPLES, USAGE, DataArguments, ModelArguments, TrainingFields
 from .command import NearestNameParser
 
 
 def build_parser() -> NearestNameParser:
     """A parser that has the help of this package's own fields, and reads nothing."""
     prog = "context-compressors train"
-    parser = NearestNameParser(prog=prog, usage=usage(prog), description=DESCRIPTION, epilog=examples(prog))
+    parser = NearestNameParser(prog=prog, usage=f"{prog} {USAGE}", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--help-all", action="store_true", help="show trl.SFTConfig's fields, too, and exit")
     for title, group in (
         ("what is trained", ModelArguments),

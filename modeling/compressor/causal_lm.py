@@ -128,9 +128,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         logits = self.text_logits(outputs.last_hidden_state[:, keep, :])
         loss = None
         if labels is not None:
-            loss = self.loss_function(
-                logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items
-            )
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items)
             # A row's own loss counts as its targets do, so that any split of a step into calls has one gradient.
             targets = (labels[:, 1:] != -100).sum(dim=1)
             for of_rows in own_losses:

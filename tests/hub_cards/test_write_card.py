@@ -12,13 +12,12 @@ import pytest
 import small_recipes
 import yaml
 from huggingface_hub import ModelCard
+from tiny_tokenizer import train_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from context_compressors import cli
-from context_compressors.data.sources import DataSource
 from context_compressors.evaluation.report import EvaluationReport
 from context_compressors.hub_cards.write_card import write_card
-from context_compressors.training.tokenizer import train_tokenizer
 from context_compressors.training.train import main as train
 
 QA, RECONSTRUCTION, CONTINUATION = "question_answering", "reconstruction", "continuation"
@@ -34,7 +33,7 @@ def write_recipe(path: Path, **fields: object) -> str:
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:
-    return train_tokenizer([DataSource(generated=True, tasks=(QA, RECONSTRUCTION))], vocab_size=300, num_texts=20)
+    return train_tokenizer(vocab_size=300, num_texts=20)
 
 
 @pytest.fixture(scope="module")

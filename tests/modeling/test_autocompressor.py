@@ -11,7 +11,7 @@ from transformers import LlamaConfig, OPTConfig
 
 from context_compressors import AutoCompressorConfig, AutoCompressorForCausalLM, ICAEForCausalLM
 from context_compressors.configuration.configuration_icae import ICAEConfig
-from context_compressors.training.resume import changed_config
+from context_compressors.training.loading import changed_config
 
 # Shapes of the papers' bases: hidden size, layers, heads, key/value heads, feed-forward size.
 SHAPES = {

@@ -153,7 +153,7 @@ def test_flash_attention_sees_half_types_alone_in_the_alignment(method_cases, mo
 
 
 def test_a_first_stage_checkpoint_starts_the_second(method_cases, tmp_path):
-    from context_compressors.training.resume import changed_config, check_resumed
+    from context_compressors.training.loading import changed_config, check_resumed
 
     first = method_cases["gmsa"].build()
     first.save_pretrained(tmp_path)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_tokenizer import train_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from context_compressors.data.sources import DataSource
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.arguments import TrainingConfig
-from context_compressors.training.tokenizer import train_tokenizer
 
 # Tests import the helper modules beside them by name.
 sys.path.append(str(Path(__file__).parent))
@@ -21,7 +21,7 @@ GENERATED = DataSource(generated=True, tasks=("question_answering", "reconstruct
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return train_tokenizer([GENERATED], vocab_size=400, num_texts=40)
+    return train_tokenizer()
 
 
 @pytest.fixture(scope="session")

@@ -13,13 +13,10 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 import context_compressors.training
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-from context_compressors.training.arguments import parse_recipe
-from context_compressors.training.forward_redirection import redirected_forward
 from context_compressors.training.train import main
 
 CONFIGURATIONS = Path(context_compressors.training.__file__).parent / "accelerate"
@@ -240,70 +237,3 @@ def test_accelerate_reads_every_configuration(path):
     assert loaded.distributed_type.value == kind
     assert loaded.num_processes >= 2
     assert len(list(CONFIGURATIONS.glob("*.yaml"))) == 4
-
-
-def test_a_step_is_one_forward_pass_and_leaves_the_model_as_it_was():
-    module = nn.Linear(3, 2)
-    calls = []
-
-    class Wrapper(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = module
-
-        def forward(self, **inputs):
-            calls.append("wrapper")
-            return self.module(**inputs)
-
-    module.register_forward_hook(lambda *_: calls.append("hook"))
-    value = torch.ones(1, 3)
-    result = redirected_forward(Wrapper(), module, lambda x: module.weight @ x[0], x=value)
-    torch.testing.assert_close(result, module.weight.sum(dim=1))
-    assert calls == ["wrapper", "hook"]
-    assert "forward" not in vars(module)
-    with pytest.raises(RuntimeError, match="broken"):
-        redirected_forward(module, module, lambda: (_ for _ in ()).throw(RuntimeError("broken")))
-    torch.testing.assert_close(module(value), value @ module.weight.T + module.bias)
-
-
-def test_several_gpus_in_one_process_and_compilation_are_refused():
-    module = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match="accelerate launch"):
-        redirected_forward(nn.DataParallel(module), module, lambda x: x, x=torch.ones(1))
-    compiled = torch.compile(module, backend="eager")
-    with pytest.raises(ValueError, match="torch_compile"):
-        redirected_forward(compiled, compiled, lambda x: x, x=torch.ones(1))
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "flag"),
-    [("muon", "is_deepspeed_enabled"), ("muon", "is_fsdp_enabled"), ("adafactor", "is_fsdp_enabled")],
-)
-def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_cut_up(write_recipe, tmp_path, optimizer, flag):
-    from context_compressors.training.train import build_trainer
-
-    recipe = write_recipe(optimizer, objective="compression", optimizer=optimizer)
-    trainer = build_trainer(*parse_recipe([recipe, "--output_dir", str(tmp_path / "out")]))
-    setattr(trainer, flag, True)
-    with pytest.raises(ValueError, match=f"{optimizer} needs whole matrices"):
-        trainer.create_optimizer()
-
-
-@pytest.mark.slow
-def test_a_method_that_fsdp_cannot_shard_is_refused(write_recipe, tmp_path):
-    from context_compressors.training.train import build_trainer
-
-    for method, fields, is_refused in (
-        ("five_hundred_x", {}, True),
-        ("five_hundred_x", {"context_mode": "no_context"}, False),
-        ("autocompressor", {}, True),
-        ("icae", {}, False),
-    ):
-        recipe = write_recipe(method, objective="compression", method=method, **fields)
-        trainer = build_trainer(*parse_recipe([recipe, "--output_dir", str(tmp_path / "out")]))
-        trainer.is_fsdp_enabled = True
-        if not is_refused:
-            assert trainer.create_optimizer() is not None
-            continue
-        with pytest.raises(ValueError, match=f"FSDP cannot cut up {method}: take DDP"):
-            trainer.create_optimizer()

@@ -5,8 +5,8 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from context_compressors import EvaluationSettings, MeanPoolingForCausalLM
-from context_compressors.data.prompts import default_prompts, load_prompts
+from context_compressors import MeanPoolingForCausalLM
+from context_compressors.data.prompts import default_prompts
 from context_compressors.modeling.parts.prompting import document_ids, question_ids
 from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.training.train import main
@@ -57,37 +57,3 @@ def test_prompts_of_the_recipe_are_in_the_checkpoint_and_are_taken(trained):
     assert default_prompts(config) == config.prompts
     heading = encode(tokenizer, "# Text\n")
     assert document_ids(config, tokenizer, "Nora.") == [start, *heading, *encode(tokenizer, "Nora.")]
-
-
-@pytest.mark.slow
-def test_an_evaluation_takes_them_too_and_says_so(trained):
-    from context_compressors import evaluate_model
-    from context_compressors.evaluation.data_sets import load_datasets
-
-    model, tokenizer = trained
-    data = load_datasets(["generated"], tokenizer, seed=0, num_documents=2, document_tokens=48)
-    settings = EvaluationSettings(tasks=("question_answering",), max_samples=2)
-    report = evaluate_model(model, tokenizer, data, settings)
-    assert report.settings["prompts"] == model.config.prompts
-    assert report.settings["context_prefix"] == "# Text\n"
-
-
-def test_a_part_of_the_prompts_leaves_the_others_as_usual(compressor):
-    compressor.config.prompts = {"reconstruction": "Again:"}
-    found = default_prompts(compressor.config)
-    assert found["reconstruction"] == "Again:"
-    assert found["question_answering"] == load_prompts()["question_answering"][0]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"prompts": ["Q"]}, "`prompts` must map tasks to texts or be None"),
-        ({"prompts": {"question_answering": "Q:"}}, r"`prompts` must hold \{question\} once in 'question_answering'"),
-        ({"prompts": {"summarisation": "{question}"}}, r"nowhere else, got 'summarisation'"),
-        ({"context_prefix": 3}, "`context_prefix` must be a text, got 3"),
-    ],
-)
-def test_wrong_prompts_are_refused(compressor, fields, message):
-    with pytest.raises(ValueError, match=message):
-        type(compressor.config)(**fields)

@@ -3,7 +3,6 @@
 
 import dataclasses
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -12,10 +11,7 @@ import yaml
 from small_recipes import GENERATED, write_recipe
 
 import context_compressors.training
-from context_compressors.hub_cards.repository import build_repository
 from context_compressors.training.arguments import parse_recipe, recorded_recipe
-from context_compressors.training.run_counts import COUNTS, RunCounts
-from context_compressors.training.run_record import latest_checkpoint, without_folders
 from context_compressors.training.train import main
 
 RECIPES = Path(context_compressors.training.__file__).parent / "recipes"
@@ -68,17 +64,6 @@ def test_the_recorded_recipe_is_the_one_that_was_run(path, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_recorded_recipe_trains_again_to_the_same_losses(tmp_path, base_folder):
-    recipe = write_recipe(tmp_path, base=str(base_folder), method_config={"compression_ratios": [2]}, seed=5)
-    main([recipe, "--output_dir", str(tmp_path / "first"), "--gradient_accumulation_steps", "2"])
-    argv = ["--base", str(base_folder), "--output_dir", str(tmp_path / "second")]
-    main([str(tmp_path / "first" / "recipe.yaml"), *argv])
-    assert losses_of(tmp_path / "second") == losses_of(tmp_path / "first")
-    assert recorded(tmp_path / "second") == recorded(tmp_path / "first")
-    assert recorded(tmp_path / "first")["gradient_accumulation_steps"] == 2
-
-
-@pytest.mark.slow
 def test_a_recorded_recipe_names_no_folder_of_this_machine(tmp_path, base_folder):
     rows = tmp_path / "secret" / "texts.jsonl"
     rows.parent.mkdir()
@@ -101,25 +86,6 @@ def test_a_recorded_recipe_names_no_folder_of_this_machine(tmp_path, base_folder
     kept = recorded(tmp_path / "out")
     assert [kept[name][0]["path"] for name in ("sources", "eval_sources")] == ["texts.jsonl"] * 2
     assert (kept["sources"][0]["title"], kept["context_prefix"]) == ("/r/texts", "/start: ")
-
-
-def test_a_data_set_in_a_folder_is_no_repository(tmp_path, monkeypatch):
-    (tmp_path / "sets" / "mine").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    for name in ("sets/mine", str(tmp_path / "sets" / "mine")):
-        assert without_folders([{"name": name, "split": "train"}]) == [{"name": "./mine", "split": "train"}]
-    assert without_folders([{"name": "org/mine"}]) == [{"name": "org/mine"}]
-
-
-def test_words_are_no_folders():
-    words = {"prompts": {"question_answering": "/ask a/b: {question}"}, "context_prefix": "~ ", "title": "C:/x"}
-    words |= {"where": {"section": ["/intro", "~"]}, "columns": {"context": "/text"}}
-    assert without_folders({"checkpoint_config": words}) == {"checkpoint_config": words}
-    paths = ["/a/b.yaml", "~/b.yaml", r"C:\a\b.yaml", "b.yaml"]
-    assert without_folders({"prompts": "/a/b.yaml", "x": [paths, 1, None]}) == {
-        "prompts": "b.yaml",
-        "x": [["b.yaml"] * 4, 1, None],
-    }
 
 
 @pytest.mark.slow
@@ -168,23 +134,6 @@ def test_an_earlier_run_is_replaced_where_that_is_said_and_as_a_whole(tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["compression", "teacher"])
-def test_a_resumed_run_counts_its_tokens_on(tmp_path, base_folder, objective):
-    fields = {"method_config": {"compression_ratios": [2]}} if objective == "compression" else {}
-    fields |= {"objective": objective, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    recipe = write_recipe(tmp_path, base=str(base_folder), **fields)
-
-    def tokens():
-        return [entry["num_tokens"] for entry in summary_of(tmp_path / "out")["log"] if "loss" in entry]
-
-    main([recipe])
-    whole = tokens()
-    main([recipe, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-1")])
-    assert tokens() == whole
-    assert 0 < whole[0] < whole[1]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("logging_steps", [1, 2, 100])
 def test_a_resumed_run_counts_as_one_that_was_never_stopped(tmp_path, base_folder, logging_steps):
     fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 5, "include_num_input_tokens_seen": True}
@@ -207,54 +156,6 @@ def test_a_resumed_run_counts_as_one_that_was_never_stopped(tmp_path, base_folde
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_counts_goes_on_without_them(tmp_path, base_folder):
-    fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    recipe = write_recipe(tmp_path, base=str(base_folder), **fields)
-    main([recipe])
-    out = tmp_path / "out"
-    shutil.rmtree(out / "checkpoint-4")
-    state = json.loads((out / "checkpoint-2" / "trainer_state.json").read_text())
-    del state["stateful_callbacks"]["RunCounts"]
-    (out / "checkpoint-2" / "trainer_state.json").write_text(json.dumps(state))
-    main([recipe, "--resume_from_checkpoint", "latest"])
-    assert (summary_of(out)["steps"], summary_of(out)["context_tokens"], summary_of(out)["hours"]) == (4, None, None)
-
-
-@pytest.mark.slow
-def test_counts_come_back_with_the_callbacks_of_a_checkpoint(tmp_path, base_folder):
-    fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    recipe = write_recipe(tmp_path, base=str(base_folder), **fields)
-    main([recipe])
-    out = tmp_path / "out"
-    expected = summary_of(out)["context_tokens"]
-    shutil.rmtree(out / "checkpoint-4")
-    main([recipe, "--resume_from_checkpoint", "latest", "--restore_callback_states_from_checkpoint", "true"])
-    assert summary_of(out)["context_tokens"] == expected
-
-
-def test_counts_of_a_process():
-    counts = RunCounts()
-    counts.add(num_context_tokens=3)
-    counts.add(num_context_tokens=4, num_cut_tokens=1, num_cut_examples=1)
-    assert counts.state()["attributes"]["counts"] == dict(zip(COUNTS, (0, 7, 1, 1), strict=True))
-    with pytest.raises(KeyError):
-        counts.add(num_words=1)
-
-
-def test_a_run_with_an_incomplete_checkpoint_alone_says_that_it_starts_anew(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    assert latest_checkpoint(str(tmp_path)) is None
-    assert not caplog.records
-    (tmp_path / "checkpoint-4").mkdir()
-    assert latest_checkpoint(str(tmp_path)) is None
-    assert f"checkpoint-4 incomplete, and {tmp_path} has no other: training starts anew" in caplog.text
-    (tmp_path / "checkpoint-2").mkdir()
-    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{}")
-    assert latest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
-    assert "checkpoint-4 incomplete: training goes on from checkpoint-2" in caplog.text
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["optimizer", "scheduler"])
 def test_a_checkpoint_without_optimizer_or_scheduler_is_refused(tmp_path, base_folder, missing):
     fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -266,18 +167,3 @@ def test_a_checkpoint_without_optimizer_or_scheduler_is_refused(tmp_path, base_f
         ValueError, match=f"checkpoint-2 has no state of the {missing}, .*save_only_model.*`checkpoint`"
     ):
         main([recipe, "--resume_from_checkpoint", str(folder)])
-
-
-@pytest.mark.slow
-def test_a_training_runs_own_folder_can_be_uploaded(tmp_path, base_folder, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    fields = {"method_config": {"compression_ratios": [2]}, "save_strategy": "steps", "save_steps": 1}
-    main([write_recipe(tmp_path, base=str(base_folder), **fields)])
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "# MeanPooling compressor" in card
-    assert "memory = model.compress(" in card
-    built = build_repository(tmp_path / "out", tmp_path / "built", license="mit")
-    assert "left out, since this package does not write them (--include): checkpoint-1/, checkpoint-2/" in caplog.text
-    names = {path.name for path in built.iterdir()}
-    assert {"model.safetensors", "config.json", "tokenizer.json", "recipe.yaml", "README.md"} <= names
-    assert not [path for path in built.rglob("*") if "checkpoint" in path.name and path.suffix != ".py"]

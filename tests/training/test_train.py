@@ -20,27 +20,10 @@ from context_compressors.data.document_ids import document_id
 from context_compressors.data.rows import PassageText
 from context_compressors.modeling.modeling_compression_tokens import CompressionTokensForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-from context_compressors.training import train
 from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.loading import load_compressor
 from context_compressors.training.run_record import latest_checkpoint
 from context_compressors.training.train import build_trainer, main
-
-
-def test_weights_that_train_in_a_small_type_are_warned_of(tmp_path, base_folder, caplog):
-    teacher, small_t5 = {"objective": "teacher", "base": str(base_folder)}, {"d_model": 8, "num_layers": 1}
-    decal = {"objective": "denoising", "method": "decal", "model_config": small_t5, "tokenizer": str(base_folder)}
-    decal["sources"] = [{"generated": True, "tasks": ["continuation"], "weight": 1}]
-    for fields, dtype, is_warned in (
-        (teacher, "bfloat16", True),
-        (teacher, "float32", False),
-        ({**teacher, "teacher_lora": {"rank": 2}}, "bfloat16", False),
-        (decal, "bfloat16", True),
-        ({**teacher, "objective": "compression"}, "bfloat16", False),
-    ):
-        caplog.clear()
-        build_trainer(*parse_recipe([write_recipe(tmp_path, **fields, dtype=dtype)]))
-        assert ("weights train in torch.bfloat16" in caplog.text) == is_warned, fields
 
 
 @pytest.mark.slow
@@ -117,21 +100,6 @@ def test_eval_sources_are_evaluated_and_asked(tmp_path, base_folder, capsys):
     assert [entry.get("loss") for entry in unasked] == [entry.get("loss") for entry in log]
     with pytest.raises(ValueError, match="sample_answers_steps needs questions that are not trained on"):
         main([recipe, "--eval_sources", "null", "--eval_strategy", "no", "--overwrite", "true"])
-
-
-@pytest.mark.parametrize(("resumes", "asked"), [(True, 1), (False, 0), ("latest", 1)])
-def test_a_recipe_says_whether_it_goes_on(tmp_path, base_folder, monkeypatch, resumes, asked):
-    folders = []
-    monkeypatch.setattr(train, "latest_checkpoint", folders.append)
-    fields = {"base": str(base_folder), "method_config": {"compression_ratios": [2]}, "max_steps": 1}
-    assert main([write_recipe(tmp_path, **fields, resume_from_checkpoint=resumes)]) == 0
-    assert folders == [str(tmp_path / "out")] * asked
-
-
-def test_method_config_belongs_to_a_new_compressor(tmp_path, base_folder):
-    recipe = write_recipe(tmp_path, checkpoint=str(base_folder), method_config={"compression_ratios": [2]})
-    with pytest.raises(ValueError, match="method_config is fixed by the checkpoint"):
-        load_compressor(parse_recipe([recipe])[0])
 
 
 @pytest.mark.slow

@@ -3,22 +3,12 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 from small_recipes import write_recipe
 
 from context_compressors import cli
 from context_compressors.data.document_ids import TrainingDocuments, document_id
-from context_compressors.modeling.parts.text_ids import encode
-from context_compressors.training.arguments import DataArguments
-from context_compressors.training.log_answers import add_sample_answers
-from context_compressors.training.objectives.compression_dataset import CompressionDataset
-from context_compressors.training.objectives.denoising import DenoisingDataset
-from context_compressors.training.objectives.joint_pretraining import JointDataset
-from context_compressors.training.objectives.packed_texts import PackedTexts
-from context_compressors.training.objectives.segments import SegmentDataset
-from context_compressors.training.objectives.windows import WindowDataset
 from context_compressors.training.train import main
 
 TEXTS = [
@@ -109,96 +99,3 @@ def test_a_checkpoint_knows_what_trained_it_and_what_chose_in_all_of_its_stages(
         chose = expected["chose"] if is_whole else set()
         assert TrainingDocuments.of(tmp_path / "out") == TrainingDocuments(trained, chose, is_whole)
         (first / "training_documents.json").unlink(missing_ok=True)
-
-
-@pytest.mark.parametrize(
-    ("kind", "source"),
-    [
-        (CompressionDataset, {"tasks": ["question_answering"]}),
-        (CompressionDataset, {"tasks": ["question_answering"], "contexts_per_document": 3}),
-        (CompressionDataset, {"tasks": ["summarisation"]}),
-        (CompressionDataset, {"tasks": ["reconstruction", "continuation"]}),
-        (DenoisingDataset, {"tasks": ["continuation"]}),
-        (JointDataset, {"tasks": ["reconstruction", "continuation"]}),
-    ],
-)
-def test_a_window_counts_as_its_document_too(tmp_path, tokenizer, kind, source):
-    whole = " ".join(TEXTS[:6])
-    row = {"question": "Which mill?", "answers": ["one"], "summary": "Mills.", "source_texts": [whole]}
-    rows = [{"context": text, **row} for text in TEXTS[:6]] + [{"context": TEXTS[6], **row, "source_texts": None}]
-    (tmp_path / "windows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    limits = {"max_context_tokens": 600, "min_context_tokens": 16, "min_document_tokens": 16}
-    data = DataArguments(sources=[{"path": "windows.jsonl", **source}], data_dir=str(tmp_path), **limits)
-    examples = kind(data, tokenizer, 12)
-    found = set()
-    for names in (set(examples[index]["documents"]) for index in range(12)):
-        # Its own id stays: a row that does not name the document has the same.
-        own = names & set(map(document_id, TEXTS[:7]))
-        assert own
-        assert names - own == ({document_id(whole)} if own - {document_id(TEXTS[6])} else set())
-        found |= names
-    assert document_id(whole) in found
-
-
-@pytest.mark.parametrize(
-    ("kind", "tasks", "name"),
-    [
-        (CompressionDataset, ["continuation"], "target_ids"),
-        (CompressionDataset, ["reconstruction"], "target_ids"),
-        (WindowDataset, ["continuation"], "target_ids"),
-        (JointDataset, ["reconstruction", "continuation"], "continuation_ids"),
-    ],
-)
-@pytest.mark.parametrize("column", ["text", "context"])
-def test_a_window_ends_only_where_its_document_does(tmp_path, tokenizer, kind, tasks, name, column):
-    whole = " ".join(TEXTS[:3])
-    sources = {TEXTS[0]: [whole], TEXTS[1]: [TEXTS[0], whole], TEXTS[2]: [TEXTS[0], f"{whole}\n"], TEXTS[3]: None}
-    rows = [{column: text, "id": row, "source_texts": texts} for row, (text, texts) in enumerate(sources.items())]
-    # Questions about one text share its tokens.
-    rows = [{**row, "question": "Which?"} for row in rows] if column == "context" else rows
-    (tmp_path / "windows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shortest = min(len(encode(tokenizer, text)) for text in sources) - 1
-    limits = {"min_context_tokens": shortest, "min_document_tokens": shortest, "max_target_tokens": 600}
-    source = {"path": "windows.jsonl", "tasks": tasks}
-    examples = kind(DataArguments(sources=[source], data_dir=str(tmp_path), **limits), tokenizer, 60)
-    ended = {
-        examples[index]["id"].rpartition("/")[2]
-        for index in range(60)
-        if examples[index][name][-1] == tokenizer.eos_token_id
-    }
-    # What is repeated is all that was read, and ends with it.
-    assert ended == ({"0", "1", "2", "3"} if tasks == ["reconstruction"] else {"2", "3"})
-
-
-@pytest.mark.parametrize("kind", [PackedTexts, SegmentDataset])
-def test_streams_are_of_texts_that_end(tmp_path, tokenizer, kind):
-    whole = " ".join(TEXTS[:2])
-    rows = [{"text": TEXTS[1], "source_texts": [whole]}, {"text": TEXTS[2], "source_texts": None}]
-    file = tmp_path / "windows.jsonl"
-    data = DataArguments(sources=[{"path": file.name, "tasks": ["continuation"]}], data_dir=str(tmp_path))
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    examples = kind(data, tokenizer, 8)
-    found = set().union(*(examples[index]["documents"] for index in range(8)))
-    assert found == set(map(document_id, (whole, *TEXTS[1:3])))
-    # EOS behind it would say that the document ends there.
-    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": TEXTS[0], "source_texts": [whole]}]))
-    with pytest.raises(ValueError, match=r"1 rows are cut from .* longer ones, such as windows\.jsonl/2: give"):
-        kind(data, tokenizer, 8)
-
-
-def test_documents_of_questions_that_are_looked_at_choose(tmp_path, tokenizer):
-    rows = [{"context": text, "question": "?", "answers": ["1"], "source_texts": [f"{text} More."]} for text in TEXTS]
-    (tmp_path / "windows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"path": str(tmp_path / "windows.jsonl"), "tasks": ["question_answering"]}
-    trainer = SimpleNamespace(args=SimpleNamespace(seed=0), documents=TrainingDocuments(), processing_class=tokenizer)
-    trainer.add_callback = lambda callback: None
-    add_sample_answers(trainer, DataArguments(sources=[source], eval_sources=[source]), 2)
-    assert trainer.documents.chose == {document_id(text + more) for text in TEXTS[:4] for more in ("", " More.")}
-
-
-def test_a_document_has_one_id_and_another_file_is_refused(tmp_path):
-    assert document_id("The  Mill\nburned.") == document_id("the mill burned.") != document_id("The mill burned")
-    assert TrainingDocuments.of(tmp_path) is TrainingDocuments.of("") is None
-    (tmp_path / "training_documents.json").write_text("{}")
-    with pytest.raises(ValueError, match="is no record of training documents: KeyError"):
-        TrainingDocuments.of(tmp_path)

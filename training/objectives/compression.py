@@ -13,7 +13,6 @@ from ...configuration.configuration_compressor import CompressorConfig
 from ...configuration.nearest_names import check_choice
 from ...data.prompts import load_prompts
 from ...data.task_tokens import text_starts
-from ...data.tokenized_rows import FileSource
 from ...modeling.parts.chat_template import opening_ids, prompt_ids
 from ...modeling.parts.text_ids import context_end_ids, leave_out_bos, text_tokenizer
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
@@ -29,17 +28,14 @@ logger = logging.getLogger(__name__)
 _FIRST_EXAMPLES = 8
 
 
-def load(
-    model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The compressor that a recipe names, and its tokenizer; `ValueError` when it cannot have the objective."""
+def load(model_args: ModelArguments, args: TrainingConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the compressor that a recipe names, and its tokenizer; `ValueError` when it cannot have the objective."""
     tokenizer = load_tokenizer(model_args)
     model = load_compressor(model_args, tokenizer)
+    allowed = ("compression", "distillation", "joint", "segments", "windows")
     if model.config.is_encoder_decoder:
-        check_choice("objective of an encoder-decoder:", args.objective, ("denoising", "compression"))
-    else:
-        allowed = ("compression", "distillation", "joint", "segments", "windows")
-        check_choice("objective of a decoder-only compressor:", args.objective, allowed)
+        allowed = ("denoising", "compression")
+    check_choice(f"objective of {model.config.method}:", args.objective, allowed)
     if not (model.config.bos_before_text or model.config.opens_context):
         for reader in filter(None, (tokenizer, model.encoder_tokenizer)):
             leave_out_bos(reader)
@@ -56,7 +52,7 @@ def trainer_arguments(
     collator_class: type[CompressionCollator] = CompressionCollator,
     **collator_arguments: Any,
 ) -> dict[str, Any]:
-    """What every trainer of tokenized examples takes: model, data sets, collator and tokenizer.
+    """Return what every trainer of tokenized examples takes: model, data sets, collator and tokenizer.
 
     Args:
         model: a compressor, or the language model of a teacher.
@@ -69,68 +65,66 @@ def trainer_arguments(
         collator_arguments: what this collator takes beside the arguments of `CompressionCollator`.
     """
     config, context_tokenizer, texts = model.config, None, tokenizer
+    settings: dict[str, Any] = {"batch_size": args.per_device_train_batch_size}
+    if data_args.prompt_format == "chat":
+        texts = text_tokenizer(tokenizer)
     if isinstance(config, CompressorConfig):
         context_tokenizer = model.encoder_tokenizer
         collator_arguments |= text_starts(config, tokenizer)
-        if args.ratio_mode == "per_sample" and args.context_mode == "compressed":
-            collator_arguments["ratios"] = list(config.compression_ratios)
+        if args.context_mode == "compressed":
+            settings["ratio"] = harmonic_mean(config.compression_ratios)
+            if args.ratio_mode == "per_sample":
+                collator_arguments["ratios"] = list(config.compression_ratios)
+        settings["with_log_ratios"] = config.selects_ratios and mode in ("compressed", "distillation")
         if config.task_token_ids or config.is_encoder_decoder:
             texts = text_tokenizer(tokenizer)
-    if data_args.prompt_format == "chat":
-        texts = text_tokenizer(tokenizer)
     if data_args.memories is not None:
         if not config.has_frozen_memories:
             raise ValueError(
-                "memories are read by a stage that changes none of them, such as training_stage 'reader' of "
-                f"autocompressor, and this one trains what makes them: leave memories out, got {data_args.memories!r}"
+                "memories need a stage that trains nothing that makes them, such as training_stage 'reader' of "
+                f"autocompressor: leave memories out, got {data_args.memories!r}"
             )
         collator_arguments |= {"memories": data_args.memories, "model_id": model.model_id}
     if data_args.pack_texts:
         dataset_class = PackedTexts
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    how: dict[str, Any] = {"batch_size": args.per_device_train_batch_size, "context_tokenizer": context_tokenizer}
-    if isinstance(config, CompressorConfig) and config.selects_ratios and mode in ("compressed", "distillation"):
-        how["with_log_ratios"] = True
-    if isinstance(config, CompressorConfig) and args.context_mode == "compressed":
-        how["ratio"] = harmonic_mean(config.compression_ratios)
     num_examples = args.max_steps * batch if args.max_steps > 0 else None
     if num_examples is None and not args.num_train_epochs:
         # No step: what scorers are fitted to.
         num_examples = args.fit_scorers or 1
-    dataset = dataset_class(data_args, texts, num_examples, seed=args.seed, **how)
+    settings["context_tokenizer"] = context_tokenizer
+    dataset = dataset_class(data_args, texts, num_examples, seed=args.seed, **settings)
     # An example is a function of its index, drawn at random already; in order, lengths grow and resuming is exact.
     args.train_sampling_strategy = "sequential"
     evaluation = None
     if data_args.eval_sources:
-        count = data_args.num_eval_examples
-        how |= {"seed": args.seed + 1, "needs_summaries": False}
-        evaluation = dataset_class(data_args.of_evaluation(), texts, count, **how).as_dataset()
-    collator_arguments.setdefault("pad_to_multiple_of", args.pad_to_multiple_of or 1)
+        settings |= {"seed": args.seed + 1, "needs_summaries": False}
+        evaluation = dataset_class(data_args.of_evaluation(), texts, data_args.num_eval_examples, **settings)
     collator = collator_class.from_tokenizer(
         tokenizer,
         context_tokenizer,
         seed=args.seed,
         mode=mode,
         with_metadata=True,
-        context_mode=args.context_mode if mode == "joint" else "compressed",
+        context_mode=args.context_mode,
+        pad_to_multiple_of=args.pad_to_multiple_of or 1,
         **collator_arguments,
     )
-    epochs: list[TrainerCallback] = []
+    callbacks: list[TrainerCallback] = []
     if args.max_steps < 1 and args.num_train_epochs > 1:
         # Workers that outlive an epoch would go on with its examples.
         args.dataloader_persistent_workers = False
-        epochs.append(NewEpochs(dataset))
+        callbacks.append(NewEpochs(dataset))
     if mode in ("compressed", "distillation") and dataset_class in (CompressionDataset, PackedTexts):
-        _warn_of_short_chunks(config, dataset, collator)
         _warn_of_cut_contexts(dataset)
     return {
         "model": model,
         "args": args,
         "train_dataset": dataset.as_dataset(),
-        "eval_dataset": evaluation,
+        "eval_dataset": None if evaluation is None else evaluation.as_dataset(),
         "processing_class": tokenizer,
         "data_collator": collator,
-        "callbacks": epochs,
+        "callbacks": callbacks,
     }
 
 
@@ -145,33 +139,13 @@ class NewEpochs(TrainerCallback):
         self.dataset = dataset
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Before the first epoch, and where a run is resumed, inside of one, too."""
+        """Name the pass, also where a run is resumed inside of one."""
         # Behind an epoch of many steps their shares may not add up to a whole number.
         self.dataset.set_epoch(int((state.epoch or 0) + 1e-6))
 
 
-def _warn_of_short_chunks(
-    config: PreTrainedConfig, dataset: CompressionDataset, collator: CompressionCollator
-) -> None:
-    """Say so where the tokens in front of the longest contexts alone make one more chunk, which costs slots."""
-    chunk_size, most = getattr(config, "chunk_size", None), dataset.longest
-    if chunk_size is None or collator.opens_context or collator.encoder_start_ids is not None:
-        return
-    if any(isinstance(source, FileSource) and source.has_passages for source in dataset.sources):
-        # Each passage has chunks of its own.
-        return
-    num_start = len(collator.context_start_ids)
-    num_behind = (most + num_start) % chunk_size
-    if 0 < num_behind <= num_start:
-        logger.warning(
-            "max_context_tokens %d and %d in front of a context make chunks of %d and one of %d behind them: with "
-            "max_context_tokens %d there is none of %d",
-            *(most, num_start, chunk_size, num_behind, most - num_behind, num_behind),
-        )
-
-
 def _warn_of_cut_contexts(dataset: CompressionDataset) -> None:
-    """Say so where the first examples are all cut, so that no document is read to its end."""
+    """Warn where the first examples are all cut, so that no document is read to its end."""
     num_seen = min(_FIRST_EXAMPLES, len(dataset))
     if all(dataset[index]["num_cut"] for index in range(num_seen)):
         logger.warning(
@@ -198,18 +172,15 @@ def record_prompts(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase,
 
 
 def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> CompressionTrainer:
-    """The trainer of a recipe."""
-    model, tokenizer = load(model_args, data_args, args)
+    """Return the trainer of a recipe."""
+    model, tokenizer = load(model_args, args)
     record_prompts(model.config, tokenizer, data_args)
+    recipe = (model, tokenizer, data_args, args, args.context_mode)
     if not model.config.is_encoder_decoder:
-        return CompressionTrainer(**trainer_arguments(model, tokenizer, data_args, args, args.context_mode))
+        return CompressionTrainer(**trainer_arguments(*recipe))
     check_vocabulary(model, tokenizer)
     arguments = trainer_arguments(
-        model,
-        tokenizer,
-        data_args,
-        args,
-        args.context_mode,
+        *recipe,
         collator_class=Seq2SeqCollator,
         question_placement=model.config.question_placement,
         context_end_ids=context_end_ids(tokenizer),

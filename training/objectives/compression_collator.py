@@ -17,7 +17,6 @@ from ...data.task_tokens import text_starts
 from ...modeling.memory.compressed_context import CompressedContext
 from ...modeling.parts.text_ids import context_start_ids as find_context_start_ids
 from ...modeling.parts.text_ids import start_token_id as find_start_token_id
-from ..fields import CONTEXT_MODES
 from .text_rows import TextRows
 
 MODES = ("compressed", "full_context", "no_context", "distillation", "joint")
@@ -28,61 +27,36 @@ _Row = tuple[list[int], list[int]]
 class CompressionCollator:
     """Turns examples into `input_ids`, `attention_mask`, `labels` and the context's ids and mask.
 
-    The same prompt and target stand behind all three kinds of context:
+    - "compressed": start, prompt, target in `input_ids`; the context in `context_input_ids`, and the lengths of its
+      passages in `context_chunk_lengths`;
+    - "full_context": start, context, prompt, target in `input_ids`; "no_context": the same without the context;
+    - "distillation": "compressed", and the teacher's text in `full_input_ids`, `full_attention_mask`, `full_labels`;
+    - "joint": two texts about one context, `reconstruction_input_ids`, `continuation_input_ids`, masks and labels.
 
-    - "compressed": start, prompt, target in `input_ids`; the context in `context_input_ids`, and where it is made of
-      passages, which all start like a context, their lengths in `context_chunk_lengths`;
-    - "full_context": start, context, prompt, target in `input_ids`;
-    - "no_context": start, prompt, target in `input_ids`;
-    - "distillation": "compressed", and "full_context" beside it as `full_input_ids`, `full_attention_mask`,
-      `full_labels`, as a plain language model reads it: without task tokens;
-    - "joint": examples of `JointDataset`; two texts about one context, start and `reconstruction_ids` in
-      `reconstruction_input_ids`, `reconstruction_attention_mask`, `reconstruction_labels`, start and
-      `continuation_ids` in `continuation_input_ids` and so on.
-
-    Start is BOS, or the task's token, such as [AE] or [LM], where `task_start_ids` has one; there is one in a text,
-    however many turns it has. Behind a task token a reconstruction's target starts with what every context starts with
-    (`restored_ids`), which is learned, too: the target is the context as the encoder read it. An example's `head_ids`,
-    the opening of the user's turn in a chat, take the place of BOS. With a task token a full context stands where the
-    slots would, and as they are made: context start ids, context, task token, prompt, target.
-
-    Examples with a `log_ratio` give `log_ratios` `(batch_size,)`, what a ratio selector learns; NaN where unknown.
-
-    Labels are -100 on everything but the targets. The batch goes to a stock `trl.SFTTrainer` with
-    `dataset_kwargs={"skip_prepare_dataset": True}` and `remove_unused_columns=False`.
+    Start is BOS, the opening of the user's turn (`head_ids`), or the task's token, such as [AE] or [LM]. Labels are
+    -100 on everything but the targets. A stock `trl.SFTTrainer` takes the batch with `remove_unused_columns=False` and
+    `dataset_kwargs={"skip_prepare_dataset": True}`.
 
     Args:
         pad_token_id: id that fills up.
         start_token_id: id that the text starts with: BOS, or EOS where a tokenizer has no BOS.
-        context_start_ids: ids that a compressed context starts with, see `data.context_start_ids`.
+        context_start_ids: ids that a compressed context starts with.
         mode: one of `MODES`.
-        task_start_ids: task -> id of the token that its text starts with, see `data.task_start_ids`; a task that is
-            missing starts with `start_token_id`.
-        context_mode: how "joint" gives the context, one of `CONTEXT_MODES`.
-        ratios: draw one of these for every row and give it to the model as `ratio` `(batch_size,)`; a row's ratio
-            depends on the row itself and `seed` only, in whatever batch or process it comes. `None` leaves the ratio
-            to the model or the trainer.
+        ratios: draw one of these for every row, by the row itself and `seed`, and give it to the model as `ratio`
+            `(batch_size,)`; `None` leaves the ratio to the model or the trainer.
         padding_side: "right" or "left", of text and context.
         pad_to_multiple_of: widths are multiples of this.
-        with_metadata: add `example_ids` (list of str), `num_cut` (list of int) and `documents` (list of str, of all
-            examples together), which this project's trainers take out again; a stock trainer would hand them to the
-            model.
+        with_metadata: add `example_ids`, `num_cut` and `documents`, which this package's trainers take out again.
         seed: of the drawn ratios.
-        restored_ids: ids that the target of a reconstruction starts with behind its task token, see
-            `modeling.parts.prompting.restored_ids`; `context_start_ids` when `None`.
-        bos_before_text: whether a text behind a compressed context starts with `start_token_id` where it has no task
-            token. Where it does not, one without a prompt still does, so that all of its target is predicted.
+        task_start_ids: task -> id of the token that its text starts with.
+        context_mode: how "joint" gives the context: compressed, full_context or no_context.
+        encoder_start_ids: `context_start_ids` in the encoder's own tokens, if it has a tokenizer of its own.
+        restored_ids: ids that a reconstruction starts with behind its task token; `context_start_ids` if not given.
+        bos_before_text: whether a text with a prompt starts with `start_token_id` where it has no task token.
         opens_context: whether what opens a text, `head_ids` or `start_token_id`, is compressed in front of a context.
         bos_before_task_token: whether `start_token_id` stands in front of a task token behind a compressed context.
-        memories: folder of memory files that stand in place of compressed contexts, as `memory`: of the one of an
-            example's `documents`, `DOCUMENT_ID.safetensors`.
+        memories: folder of memory files, `DOCUMENT_ID.safetensors`, that replace the contexts, as `memory`.
         model_id: name of the compressor that has made these memories.
-        encoder_start_ids: where the encoder reads other tokens than the decoder: ids that a compressed context starts
-            with; the rest of it is the example's `encoder_context_ids`, and its `context_ids` are for the decoder.
-
-    Raises:
-        ValueError: an unknown mode or side, an empty list of ratios or one below 1, ratios in a mode without context,
-            or a context mode beside another mode than "joint".
     """
 
     def __init__(
@@ -107,19 +81,8 @@ class CompressionCollator:
         model_id: str | None = None,
     ):
         check_choice("mode", mode, MODES)
-        check_choice("context_mode", context_mode, CONTEXT_MODES)
-        if context_mode != "compressed" and mode != "joint":
-            raise ValueError(f"context_mode {context_mode!r} goes with mode 'joint'; here it is mode={context_mode!r}")
-        check_choice("padding_side", padding_side, ("left", "right"))
-        if pad_to_multiple_of < 1:
-            raise ValueError(f"pad_to_multiple_of must be at least 1, got {pad_to_multiple_of}")
-        if ratios is not None:
-            if not ratios or any(not isinstance(ratio, int) or ratio < 1 for ratio in ratios):
-                raise ValueError(f"ratios must be one or more ints of at least 1, got {ratios!r}")
-            if mode in ("full_context", "no_context") or (mode == "joint" and context_mode != "compressed"):
-                raise ValueError(f"ratios go with compressed contexts, not with {mode!r} and {context_mode!r}")
-            if memories is not None:
-                raise ValueError("ratios go with contexts that are compressed here; stored memories have theirs")
+        if ratios is not None and memories is not None:
+            raise ValueError("ratios go with contexts that are compressed here; stored memories have theirs")
         self.pad_token_id, self.start_token_id = pad_token_id, start_token_id
         self.context_start_ids = list(context_start_ids)
         self.encoder_start_ids = None if encoder_start_ids is None else list(encoder_start_ids)
@@ -137,15 +100,12 @@ class CompressionCollator:
     def from_model(
         cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **kwargs: Any
     ) -> CompressionCollator:
-        """A collator whose texts start as a compressor's do, and which takes rows of texts, too.
-
-        Rows may have a `context` and, as TRL has them, `messages` or `prompt` and `completion`: see [`TextRows`].
+        """Return a collator whose texts start as a compressor's do, and which takes rows of texts, too.
 
         Args:
             model: a compressor that is no encoder-decoder.
             tokenizer: the tokenizer saved with it.
-            kwargs: arguments of the collator. In mode "compressed" contexts are read at `ratios`, which are all of the
-                checkpoint's if not given, one drawn for each row.
+            kwargs: arguments of the collator; in mode "compressed", `ratios` are all of the checkpoint's by default.
         """
         own, known = model.encoder_tokenizer, list(model.config.compression_ratios)
         if len(known) > 1 and kwargs.get("mode", "compressed") == "compressed" and kwargs.get("memories") is None:
@@ -161,7 +121,7 @@ class CompressionCollator:
         context_tokenizer: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ) -> CompressionCollator:
-        """A collator with the tokenizer's pad (or EOS), BOS (or EOS) and context start ids.
+        """Return a collator with the tokenizer's pad (or EOS), BOS (or EOS) and context start ids.
 
         Args:
             tokenizer: that of texts.
@@ -181,32 +141,35 @@ class CompressionCollator:
         batch: dict[str, Any] = {}
         if self.mode == "joint":
             for task in JOINT_TASKS:
-                rows = [self._joint_row(example, task) for example in examples]
-                batch |= self._padded_text(rows, f"{task}_")
+                batch |= self._padded_text([self._joint_row(example, task) for example in examples], f"{task}_")
         else:
             batch |= self._padded_text([self._row(example) for example in examples])
         if self.context_mode == "compressed":
-            passages = [self._encoder_passages(example) for example in examples]
-            contexts = [[token for ids in row for token in ids] for row in passages]
-            if self.memories is None:
-                batch["context_input_ids"] = self._pad(contexts, self.pad_token_id)
-                batch["context_attention_mask"] = self._pad([[1] * len(ids) for ids in contexts], 0)
-                if any(len(row) > 1 for row in passages):
-                    lengths = [[len(ids) for ids in row] for row in passages]
-                    batch["context_chunk_lengths"] = self._pad(lengths, 0)
-            else:
-                stored = [self._stored_memory(*of_row) for of_row in zip(examples, contexts, strict=True)]
-                batch["memory"] = CompressedContext.stack(stored)
+            batch |= self._contexts(examples)
         if self.mode == "distillation":
             batch |= self._padded_text([self._teacher_row(example) for example in examples], "full_")
         if self.ratios is not None:
             batch["ratio"] = torch.tensor([self._ratio(example) for example in examples])
         if "log_ratio" in examples[0]:
+            # What a ratio selector learns; NaN where it is unknown.
             batch["log_ratios"] = torch.tensor([example["log_ratio"] for example in examples])
         return batch | self._metadata(examples)
 
+    def _contexts(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        passages = [self._encoder_passages(example) for example in examples]
+        contexts = [[token for ids in row for token in ids] for row in passages]
+        if self.memories is not None:
+            stored = [self._stored_memory(*of_row) for of_row in zip(examples, contexts, strict=True)]
+            return {"memory": CompressedContext.stack(stored)}
+        batch = {
+            "context_input_ids": self._pad(contexts, self.pad_token_id),
+            "context_attention_mask": self._pad([[1] * len(ids) for ids in contexts], 0),
+        }
+        if any(len(row) > 1 for row in passages):
+            batch["context_chunk_lengths"] = self._pad([[len(ids) for ids in row] for row in passages], 0)
+        return batch
+
     def _metadata(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-        """What `with_metadata` adds."""
         if not self.with_metadata:
             return {}
         return {
@@ -221,9 +184,6 @@ class CompressionCollator:
         row = [example.get(name, "") for name in ("id", "index", "context_ids", "prompt_ids", "target_ids")]
         return random.Random("/".join(map(str, [self.seed, *row]))).choice(self.ratios or ())
 
-    def _context(self, example: Mapping[str, Any]) -> list[int]:
-        return [*self.context_start_ids, *example["context_ids"]]
-
     def _encoder_passages(self, example: Mapping[str, Any]) -> list[list[int]]:
         """What is compressed, passage by passage; a context without passages is one."""
         if self.opens_context:
@@ -237,16 +197,10 @@ class CompressionCollator:
 
     def _encoder_context(self, example: Mapping[str, Any]) -> list[int]:
         if self.encoder_start_ids is None:
-            return self._context(example)
-        if "encoder_context_ids" not in example:
-            raise ValueError(
-                "examples need encoder_context_ids, the context in the encoder's own tokens: give the data set the "
-                "model's encoder_tokenizer"
-            )
+            return [*self.context_start_ids, *example["context_ids"]]
         return [*self.encoder_start_ids, *example["encoder_context_ids"]]
 
     def _stored_memory(self, example: Mapping[str, Any], context: Sequence[int]) -> CompressedContext:
-        """The memory of an example's context, from its file."""
         name, documents = example.get("id", ""), example.get("documents", ())
         if len(documents) != 1:
             raise ValueError(
@@ -273,14 +227,15 @@ class CompressionCollator:
         task_id, head = self.task_start_ids.get(task or ""), example.get("head_ids") or []
         if self.opens_context and self.context_mode == "compressed":
             head = []
-        in_words = self.context_mode == "full_context"
+        is_full = self.context_mode == "full_context"
         if task_id is not None:
+            # A full context stands where the slots would, and as they are made.
             has_bos = self.bos_before_task_token and self.context_mode == "compressed" and not head
-            first = self._context(example) if in_words else [self.start_token_id][:has_bos]
-            return [*first, task_id, *head]
+            context = [*self.context_start_ids, *example["context_ids"]] if is_full else []
+            return [*context, *[self.start_token_id][:has_bos], task_id, *head]
         if self.context_mode == "compressed" and not self.bos_before_text and example.get("prompt_ids"):
             return list(head)
-        return [*(head or [self.start_token_id]), *(example["context_ids"] if in_words else ())]
+        return [*(head or [self.start_token_id]), *(example["context_ids"] if is_full else ())]
 
     def _restored(self, task: str | None) -> list[int]:
         """What the target of a task's text starts with, in front of the example's own."""
@@ -289,11 +244,10 @@ class CompressionCollator:
     def _row(self, example: Mapping[str, Any]) -> _Row:
         task = example.get("task")
         if restored := self._restored(task):
-            if self.mode == "distillation":
-                # A teacher's text does not have them: they are given, and not learned.
-                example = {**example, "prompt_ids": [*example["prompt_ids"], *restored]}
-            else:
-                example = {**example, "target_ids": [*restored, *example["target_ids"]]}
+            # A teacher's text does not have them: they are given, and not learned.
+            name = "prompt_ids" if self.mode == "distillation" else "target_ids"
+            ids = example[name]
+            example = {**example, name: [*ids, *restored] if name == "prompt_ids" else [*restored, *ids]}
         return _with_turns(self._start(example, task), example)
 
     def _teacher_row(self, example: Mapping[str, Any]) -> _Row:

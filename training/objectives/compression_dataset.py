@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenized training examples of a compressor: a context, a prompt and a target, by index alone."""
+"""Examples for training: contexts with prompts and targets, drawn from sources."""
 
 from __future__ import annotations
 
@@ -34,39 +34,32 @@ class CompressionDataset(Dataset):
     `encoder_passages`.
 
     Each source is gone through in a shuffled order, again and again in another order; an example depends on its index
-    and the seed only, so that training resumes exactly. Targets end with EOS, in a chat with the template's end of a
-    turn, which behind a repeated text says that this was all of it; what goes on behind a continuation (in a row's
-    `source_texts`, too), behind `max_target_tokens` or behind what a teacher did not finish ends with neither.
-    `head_ids` stand in front of the context or its slots; `more_turns` holds further (prompt, target) pairs about the
-    same context; `num_cut` counts tokens that the limits cut off, `passages` are the token ids of texts that are
-    compressed apart (`context_ids` has blank lines between them), or `None`, and `documents` has the ids of the texts
-    that the context is from (not of generated ones).
-
-    What `set_epoch` names is the pass over the rows that examples are of.
+    and the seed only, so that training resumes exactly. Targets end with EOS, or in a chat with the end of a turn,
+    unless they are cut or go on. `head_ids` stand in front of the context or its slots; `more_turns` holds
+    further (prompt, target) pairs about the same context; `num_cut` counts tokens that the limits cut off; `passages`
+    are the token ids of texts that are compressed apart, or `None`; `documents` has the ids of the texts that the
+    context is from.
 
     Args:
         data: the sources, and how examples are made of them.
         tokenizer: makes the token ids.
-        num_examples: length of the data set. `None` (not with generated documents): every row once, those of all
-            sources mixed, with another one in place of a row that is passed over; with weights or a `task_schedule` as
-            many examples as there are rows, each of a source that is drawn by its weight or, where there is none, its
-            number of rows.
-        batch_size: rows in a batch: `data.group_batches` such batches are put in order of length together, and then
-            dealt out in random order, so that they hold little padding; a change of tasks takes up to a group.
+        num_examples: length of the data set. `None`: every row once; with weights or a `task_schedule`, as many
+            examples as there are rows.
+        batch_size: rows in a batch: `data.group_batches` such batches are sorted by length together, and then dealt
+            out in random order.
         seed: everything is drawn from it.
-        context_tokenizer: the encoder's, where it reads other tokens than the decoder; all lengths are in tokens of
-            `tokenizer`.
-        with_log_ratios: examples also have `log_ratio`, log2 of the tokens of the whole text that their context is
-            from, over those of the row's summary: what a ratio selector learns. NaN of a row without a summary, of
-            several contexts in one, and of a generated document.
-        needs_summaries: whether `with_log_ratios` refuses sources without summaries; what only measures does without.
-        ratio: context tokens per slot, by which the lengths are counted that batches are made by.
+        context_tokenizer: the encoder's, where it reads other tokens than the decoder.
+        with_log_ratios: examples also have `log_ratio`, log2 of the text's tokens over its summary's: what
+            a ratio selector learns. NaN where there is no summary.
+        needs_summaries: whether `with_log_ratios` refuses sources without summaries.
+        ratio: context tokens per slot, by which the lengths are counted that batches are sorted by.
 
     Raises:
-        ValueError: a source or a schedule that is not allowed, or a schedule of lengths that holds for no source, some
-            but not all weights given, a task of the schedule that no source has, a source whose tasks it never has, no
-            number of examples, or `with_log_ratios` and no source with summaries.
+        ValueError: sources, weights or schedules that are not allowed or do not go together.
     """
+
+    # Fewest tokens that a row's text has; shorter ones are passed over.
+    shortest_row = 2
 
     def __init__(
         self,
@@ -83,16 +76,13 @@ class CompressionDataset(Dataset):
     ):
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token, which ends every target")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if data.prompt_format == "chat":
             # What a document says ends no turn.
             tokenizer = text_tokenizer(tokenizer)
         self.data, self.tokenizer, self.context_tokenizer = data, tokenizer, context_tokenizer
-        self.end, self.seed = tokenizer.eos_token_id, seed
+        self.end, self.seed, self.epoch = tokenizer.eos_token_id, seed, 0
         self.batch_size, self.group_size, self.ratio = batch_size, batch_size * data.group_batches, ratio
         self._group: tuple[int, list[dict[str, Any]]] = (-1, [])
-        self.epoch = 0
         self.shortest, self.longest = self._lengths()
         self.prefix_ids = prefix_ids(tokenizer, data.context_prefix)
         if len(self.prefix_ids) >= self.longest:
@@ -100,115 +90,81 @@ class CompressionDataset(Dataset):
                 f"context_prefix has {len(self.prefix_ids)} tokens, which leaves none of the {self.longest} "
                 "(max_context_tokens) to the context"
             )
-        self.length_points = check_length_schedule(data.length_schedule or [(0.0, self.longest)], 1)
+        self.length_points = check_length_schedule(data.length_schedule or [(0.0, self.longest)])
+        self.task_points = None if data.task_schedule is None else check_task_schedule(data.task_schedule)
         entries = data.parsed_sources()
         self._check_sources(entries)
-        has_windows = any(entry.generated or not _WHOLE_TASKS.issuperset(entry.tasks) for entry in entries)
-        if data.length_schedule and not (has_windows or data.schedule_contexts):
-            raise ValueError(
-                "length_schedule does not hold for contexts of questions and summaries, and the sources have no other "
-                "task: leave it out, or give schedule_contexts true"
-            )
+        self._check_tasks(entries)
         self.sources = [
             entry if entry.generated else FileSource(entry, data.data_dir, seed, tokenizer) for entry in entries
         ]
-        self.task_points = None if data.task_schedule is None else check_task_schedule(data.task_schedule)
         self.with_log_ratios = with_log_ratios
-        if (with_log_ratios and needs_summaries) and not any(
-            isinstance(source, FileSource) and "summary" in source.columns for source in self.sources
-        ):
-            labels = [entry.label for entry in entries]
-            raise ValueError(
-                f"a ratio selector learns from summaries, but none of the sources {labels} has a column 'summary'"
-            )
-        self._check_tasks(entries)
+        has_summaries = any(isinstance(source, FileSource) and "summary" in source.columns for source in self.sources)
+        if with_log_ratios and needs_summaries and not has_summaries:
+            raise ValueError("a ratio selector learns from summaries, but none of the sources has a column 'summary'")
         self._deal(entries, num_examples)
 
     def _lengths(self) -> tuple[int, int]:
         """Shortest window of a plain text and longest context, in tokens."""
         return self.data.min_context_tokens, self.data.max_context_tokens
 
-    @property
-    def _shortest_row(self) -> int:
-        """Fewest tokens that a row's text has; shorter ones are passed over."""
-        return 2
-
     def _check_sources(self, entries: Sequence[DataSource]) -> None:
         """Refuse sources that this kind of examples cannot be made of."""
 
-    def _deal(self, entries: Sequence[DataSource], num_examples: int | None) -> None:
-        """Fix, for every index, its source and how many examples of that source came before it."""
-        sizes: list[Any] = [None if isinstance(source, DataSource) else source.num_rows for source in self.sources]
-        given = [entry.weight is not None for entry in entries]
-        if any(given) and not all(given):
-            missing = [entry.label for entry, has in zip(entries, given, strict=True) if not has]
-            raise ValueError(f"give a weight to every source or to none; {missing} have none")
-        if not any(given) and None in sizes:
-            raise ValueError("generated documents have no number of rows: give a weight to every source")
-        is_each_row_once = num_examples is None and not any(given) and self.task_points is None
-        if num_examples is None:
-            if None in sizes:
-                raise ValueError("generated documents never end: give a number of examples")
-            num_examples = sum(sizes)
-        if num_examples < 1:
-            raise ValueError(f"num_examples must be at least 1, got {num_examples}")
-        shares = np.array(
-            [entry.weight if entry.weight is not None else size for entry, size in zip(entries, sizes, strict=True)]
-        )
-        generator = np.random.default_rng([self.seed, 0])
-        if is_each_row_once:
-            phases = [generator.permutation(np.repeat(np.arange(len(sizes)), sizes))]
-        else:
-            phases = [
-                self._drawn_in_phase(entries, shares, size, generator, tasks)
-                for size, tasks in self._phases(num_examples)
-            ]
-        self.source_of = np.concatenate(phases).astype(np.int32)
-        self.turn_of = np.zeros(num_examples, dtype=np.int64)
-        for index in range(len(entries)):
-            mine = self.source_of == index
-            self.turn_of[mine] = np.arange(mine.sum())
-        # Of each source in one pass.
-        self._turns = np.bincount(self.source_of, minlength=len(entries))
-        self._orders: dict[tuple[int, int], np.ndarray] = {}
-
     def _check_tasks(self, entries: Sequence[DataSource]) -> None:
         """Refuse a schedule with tasks that no source has, and sources that it never comes to."""
-        scheduled = [set(tasks) for _, tasks in self.task_points or ()]
-        offered = {task for entry in entries for task in entry.tasks}
         if self.data.task_per_batch and len({entry.tasks for entry in entries}) > 1:
             raise ValueError(
                 "task_per_batch draws a task for the rows of all sources: give them the same tasks, got "
                 f"{[list(entry.tasks) for entry in entries]}"
             )
-        if missing := sorted(set().union(*scheduled) - offered):
+        if self.task_points is None:
+            return
+        scheduled = {task for _, tasks in self.task_points for task in tasks}
+        offered = {task for entry in entries for task in entry.tasks}
+        if missing := sorted(scheduled - offered):
             raise ValueError(f"task_schedule has the tasks {missing}; those of the sources are {sorted(offered)}")
-        idle = [entry.label for entry in entries if scheduled and set().union(*scheduled).isdisjoint(entry.tasks)]
-        if idle:
+        if idle := [entry.label for entry in entries if scheduled.isdisjoint(entry.tasks)]:
             raise ValueError(f"task_schedule never has a task of the sources {idle}: leave them out")
+
+    def _deal(self, entries: Sequence[DataSource], num_examples: int | None) -> None:
+        """Fix, for every index, its source and how many examples of that source came before it."""
+        sizes: list[Any] = [None if isinstance(source, DataSource) else source.num_rows for source in self.sources]
+        missing = [entry.label for entry in entries if entry.weight is None]
+        has_weights = len(missing) < len(entries)
+        if has_weights and missing:
+            raise ValueError(f"give a weight to every source or to none; {missing} have none")
+        if None in sizes and not (has_weights and num_examples):
+            raise ValueError("generated documents never end: give a weight to every source, and max_steps")
+        is_each_row_once = num_examples is None and not has_weights and self.task_points is None
+        num_examples = sum(sizes) if num_examples is None else num_examples
+        shares = np.array([entry.weight if has_weights else size for entry, size in zip(entries, sizes, strict=True)])
+        generator = np.random.default_rng([self.seed, 0])
+        if is_each_row_once:
+            phases = [generator.permutation(np.repeat(np.arange(len(sizes)), sizes))]
+        else:
+            phases = []
+            for size, tasks in self._phases(num_examples):
+                serves = [tasks is None or not set(tasks).isdisjoint(entry.tasks) for entry in entries]
+                probabilities = shares * np.array(serves)
+                phases.append(generator.choice(len(entries), size=size, p=probabilities / probabilities.sum()))
+        self.source_of = np.concatenate(phases).astype(np.int32)
+        self.turn_of = np.zeros(num_examples, dtype=np.int64)
+        for index in range(len(entries)):
+            is_own = self.source_of == index
+            self.turn_of[is_own] = np.arange(is_own.sum())
+        # Of each source in one pass.
+        self._turns = np.bincount(self.source_of, minlength=len(entries))
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def _phases(self, num_examples: int) -> list[tuple[int, list[str] | None]]:
         """Number of examples and allowed tasks of each part of the training, one after the other."""
         if self.task_points is None:
             return [(num_examples, None)]
-        # The first index whose fraction has been reached, as `_tasks_at` tells.
+        # The first index whose fraction has been reached, as in `_tasks_at`.
         starts = [math.ceil(fraction * num_examples) for fraction, _ in self.task_points]
         sizes = np.diff([*starts, num_examples]).tolist()
         return [(size, tasks) for size, (_, tasks) in zip(sizes, self.task_points, strict=True)]
-
-    @staticmethod
-    def _drawn_in_phase(
-        entries: Sequence[DataSource],
-        shares: np.ndarray,
-        size: int,
-        generator: np.random.Generator,
-        tasks: list[str] | None,
-    ) -> np.ndarray:
-        """The sources of `size` examples, drawn by their shares among those that have one of the tasks."""
-        if tasks is not None:
-            serves = np.array([not set(tasks).isdisjoint(entry.tasks) for entry in entries])
-            shares = shares * serves
-        return generator.choice(len(entries), size=size, p=shares / shares.sum())
 
     def _tasks_at(self, index: int, tasks: Sequence[str]) -> list[str]:
         """Those of a source's tasks that an example may have, as often as the source names them."""
@@ -234,7 +190,7 @@ class CompressionDataset(Dataset):
         return len(self.source_of)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The example at `index`; `IndexError` outside the data set."""
+        """Return the example at `index`; `IndexError` outside the data set."""
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} is outside the {len(self)} examples")
         if self.group_size == 1:
@@ -249,32 +205,25 @@ class CompressionDataset(Dataset):
         examples = [self._example_at(index) for index in range(first, min(first + self.group_size, len(self)))]
         examples.sort(key=self.num_tokens)
         batches = [examples[start : start + self.batch_size] for start in range(0, len(examples), self.batch_size)]
-        # Only whole batches change places: the last group's short one has to stay the last.
-        whole = len(examples) // self.batch_size
-        order = [
-            *random.Random(f"{self._seed}/group/{group}").sample(range(whole), whole),
-            *range(whole, len(batches)),
-        ]
-        return [example for batch in order for example in batches[batch]]
+        # Only full batches change places: the last group's short one has to stay the last.
+        num_full = len(examples) // self.batch_size
+        order = random.Random(f"{self._seed}/group/{group}").sample(range(num_full), num_full)
+        return [example for batch in (*order, *range(num_full, len(batches))) for example in batches[batch]]
 
     def num_tokens(self, example: Mapping[str, Any]) -> float:
-        """Length of an example as the decoder reads it: slots of the context, and all turns."""
+        """Return the length of an example as the decoder reads it: slots of the context, and all turns."""
         turns = sum(len(prompt) + len(target) for prompt, target in example["more_turns"])
-        slots = len(example["context_ids"]) / self.ratio
-        return slots + len(example["prompt_ids"]) + len(example["target_ids"]) + turns
+        return len(example["context_ids"]) / self.ratio + len(example["prompt_ids"] + example["target_ids"]) + turns
 
     def _example_at(self, index: int) -> dict[str, Any]:
         rng = random.Random(f"{self._seed}/{index}")
         limit = min(self.longest, scheduled_length(self.length_points, index / len(self)))
         # Of any source: one may have few short contexts, or none.
-        for place in places(index, len(self), rng):
-            example = self._placed(place, index, limit, rng)
-            if example is not None:
-                break
-        else:
+        drawn = (self._placed(place, index, limit, rng) for place in places(index, len(self), rng))
+        example = next((example for example in drawn if example is not None), None)
+        if example is None:
             raise ValueError(
-                f"all rows are longer than the {limit} tokens that length_schedule has for example {index} of "
-                f"{len(self)}"
+                f"all rows are longer than the {limit} tokens that length_schedule has for example {index}"
             )
         if self.context_tokenizer is not None:
             tokenizers = (self.tokenizer, self.context_tokenizer)
@@ -298,7 +247,7 @@ class CompressionDataset(Dataset):
         return self._from_file(source, tasks, position, turn, limit, rng) if tasks else None
 
     def as_dataset(self) -> datasets.Dataset:
-        """The same examples as a `datasets.Dataset`, which `trl.SFTTrainer` needs; each is made when asked for."""
+        """Return the same examples as a `datasets.Dataset`, which `trl.SFTTrainer` needs; each is made on demand."""
         return datasets.Dataset.from_dict({"index": range(len(self))}).with_transform(self._examples_at)
 
     def _examples_at(self, batch: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
@@ -324,7 +273,7 @@ class CompressionDataset(Dataset):
         if task != "question_answering":
             return self._text_example(task, ids, limit, identifier, rng)
         questions = document.questions[: self.data.questions_per_example]
-        return self._question_example(ids, [(q.question, q.answer, True) for q in questions], limit, identifier, rng)
+        return self._example(task, ids, [(q.question, q.answer, True) for q in questions], limit, identifier, rng)
 
     def _from_file(
         self, source: FileSource, tasks: Sequence[str], position: int, turn: int, limit: int, rng: random.Random
@@ -335,33 +284,33 @@ class CompressionDataset(Dataset):
         texts = source.texts(task)
         for row in places(self._row(position, source.num_rows, turn), source.num_rows, rng):
             ids = texts[row]
-            too_long = not is_window and len(ids) > limit
-            if too_long and self.data.schedule_contexts:
+            is_too_long = not is_window and len(ids) > limit
+            if is_too_long and self.data.schedule_contexts:
                 return None
-            if len(ids) >= self._shortest_row and not (too_long and self.data.overlong_contexts == "skip"):
+            if len(ids) >= self.shortest_row and not (is_too_long and self.data.overlong_contexts == "skip"):
                 break
         else:
             raise ValueError(
-                f"source {source.source.label!r}: all rows are shorter than {self._shortest_row} or longer than "
+                f"source {source.source.label!r}: all rows are shorter than {self.shortest_row} or longer than "
                 f"{limit} tokens"
             )
         identifier = source.identifier(row)
-        documents: dict[str, Any] = {"documents": source.document_ids(task, row)}
+        fields: dict[str, Any] = {"documents": source.document_ids(task, row)}
         if self.with_log_ratios:
-            documents["log_ratio"] = self._log_ratio(source, row, len(ids))
+            fields["log_ratio"] = self._log_ratio(source, row, len(ids))
         if is_window:
-            return documents | self._text_example(task, ids.tolist(), limit, identifier, rng, source.ends(task, row))
+            return fields | self._text_example(task, ids.tolist(), limit, identifier, rng, source.ends(task, row))
         passages = texts.passages(row)
         if task == "summarisation":
             pairs = [("", source.value("summary", row), source.target_ends(row))]
             example = self._example(task, ids.tolist(), pairs, limit, identifier, rng)
-            return documents | self._with_passages(example, passages, limit)
+            return fields | self._with_passages(example, passages, limit)
         texts_of = [source.text_of(row)]
         context_ids = ids.tolist()
         if source.source.contexts_per_document > 1:
             texts_of, context_ids = self._joined_contexts(source, row, limit, rng)
             rows_of = (source.rows_of_text[text][0] for text in texts_of)
-            documents = {"documents": [name for first in rows_of for name in source.document_ids(task, first)]}
+            fields = {"documents": [name for first in rows_of for name in source.document_ids(task, first)]}
             passages = [passage for text in texts_of for passage in texts.texts.passages(text)]
             stays_apart = source.source.separate_passages or source.has_passages
             passages = passages if stays_apart else [context_ids]
@@ -371,8 +320,8 @@ class CompressionDataset(Dataset):
             (source.value("question", r), self._answer(source.value("answers", r), rng), source.target_ends(r))
             for r in rows
         ]
-        example = self._question_example(context_ids, pairs, limit, identifier, rng)
-        return documents | self._with_passages(example, passages, limit)
+        example = self._example(task, context_ids, pairs, limit, identifier, rng)
+        return fields | self._with_passages(example, passages, limit)
 
     def _with_passages(self, example: dict[str, Any], passages: list[list[int]], limit: int) -> dict[str, Any]:
         """An example whose context is cut where its passages end, if there are several."""
@@ -385,7 +334,6 @@ class CompressionDataset(Dataset):
         return {**example, "passages": [[*self.prefix_ids, *ids] for ids in kept], "num_cut": num_cut}
 
     def _log_ratio(self, source: FileSource, row: int, num_tokens: int) -> float:
-        """log2 of a text's tokens over those of its summary, NaN where it has none."""
         summary = source.value("summary", row) if "summary" in source.columns else None
         num_summary_tokens = len(encode(self.tokenizer, (summary or "").strip()))
         return math.log2(num_tokens / num_summary_tokens) if num_summary_tokens else math.nan
@@ -393,11 +341,7 @@ class CompressionDataset(Dataset):
     def _joined_contexts(
         self, source: FileSource, row: int, limit: int, rng: random.Random
     ) -> tuple[list[int], list[int]]:
-        """A row's context among neighbours of its file, as many as are drawn and fit, as one document.
-
-        Returns:
-            The contexts' indices, and the document's token ids.
-        """
+        """A row's context among neighbours of its file, as many as are drawn and fit: their indices and all ids."""
         own = source.text_of(row)
         # Those of questions are kept once each.
         texts: Any = source.texts("question_answering").texts
@@ -425,10 +369,7 @@ class CompressionDataset(Dataset):
     def _text_example(
         self, task: str, ids: list[int], limit: int, identifier: str, rng: random.Random, text_ends: bool = True
     ) -> dict[str, Any]:
-        """A random window of a text: to repeat, or to be read up to some place and then continued.
-
-        Where the text itself is a window, `text_ends` says whether its document ends with it.
-        """
+        """A random window of a text: to repeat, or to be read up to some place and then continued."""
         longest, ends = max(1, min(limit, len(ids))), True
         length = rng.randint(min(self.shortest, longest), longest)
         if task == "reconstruction":
@@ -445,11 +386,6 @@ class CompressionDataset(Dataset):
             target = ids[start + length : end + (not ends)]
         return self._finish(task, context, [(self._prompt(task, "", rng), target, ends)], limit, identifier)
 
-    def _question_example(
-        self, ids: list[int], pairs: Sequence[tuple[str, str, bool]], limit: int, identifier: str, rng: random.Random
-    ) -> dict[str, Any]:
-        return self._example("question_answering", ids, pairs, limit, identifier, rng)
-
     def _example(
         self,
         task: str,
@@ -459,6 +395,7 @@ class CompressionDataset(Dataset):
         identifier: str,
         rng: random.Random,
     ) -> dict[str, Any]:
+        """An example of (question, answer, whether the answer comes to an end)."""
         turns = []
         for question, answer, ends in pairs:
             prompt = self._prompt(task, question, rng)
@@ -467,12 +404,7 @@ class CompressionDataset(Dataset):
         return self._finish(task, ids, turns, limit, identifier)
 
     def _finish(
-        self,
-        task: str,
-        context: list[int],
-        turns: Sequence[tuple[str, list[int], bool]],
-        limit: int,
-        identifier: str,
+        self, task: str, context: list[int], turns: Sequence[tuple[str, list[int], bool]], limit: int, identifier: str
     ) -> dict[str, Any]:
         """An example of prompts, their targets, and whether each target comes to an end."""
         num_cut = max(0, len(context) - limit)
@@ -481,9 +413,9 @@ class CompressionDataset(Dataset):
         prompts = prompt_ids(self.tokenizer, [prompt for prompt, *_ in turns], self.data.prompt_format)
         ended = []
         for prompt, (_, target, ends) in zip(prompts.turns, turns, strict=True):
-            whole = [*target, prompts.end] if ends else target
-            num_cut += max(0, len(whole) - self.data.max_target_tokens)
-            ended.append((prompt, whole[: self.data.max_target_tokens]))
+            target = [*target, prompts.end] if ends else target
+            num_cut += max(0, len(target) - self.data.max_target_tokens)
+            ended.append((prompt, target[: self.data.max_target_tokens]))
         return {
             "head_ids": prompts.head,
             "context_ids": [*prefix, *kept],
@@ -497,5 +429,4 @@ class CompressionDataset(Dataset):
         }
 
     def _prompt(self, task: str, question: str, rng: random.Random) -> str:
-        template_rng = None if self.data.canonical_prompts else rng
-        return format_prompt(task, question, rng=template_rng, path=self.data.prompts)
+        return format_prompt(task, question, rng=None if self.data.canonical_prompts else rng, path=self.data.prompts)

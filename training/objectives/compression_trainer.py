@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer of a compressor: cross-entropy of the targets behind the memories of every ratio."""
+"""Training of a compressor at several ratios from one encoding of each context."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,82 +14,74 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
-from ...configuration.nearest_names import check_choice
 from ...modeling.memory.compressed_context import CompressedContext
 from ..arguments import TrainingConfig
-from ..base_trainer import BaseTrainer, take_tokenized_examples, without_metadata
-from ..fields import RATIO_MODES
-from ..forward_redirection import redirected_forward
+from ..base_trainer import BaseTrainer, without_metadata
 from ..losses import logits_function, negative_log_likelihood, prediction_positions
-from ..schedules import check_ratio_schedule
 
 # What the log calls a loss over rows of different ratios.
 MIXED_RATIOS = "mixed_ratios"
+# Losses beside that of the text; the log's mean over ratios leaves them out.
+_OWN_LOSSES = ("loss_ratio_selector", "own_loss")
 
 
 class CompressionTrainer(BaseTrainer, SFTTrainer):
     r"""Trains a compressor at several ratios: a context is encoded once, each ratio's memory is read once.
 
     The loss is cross-entropy of the targets (mean over target tokens), summed over the step's ratios. Where there are
-    several, `loss` in the log is the mean, beside `num_ratios_summed` and `loss_sum_over_ratios`. Logits exist for
-    target positions only, `distillation_chunk_size` of them at a time.
+    several, `loss` in the log is the mean, beside `num_ratios_summed` and `loss_sum_over_ratios`.
 
-    A compressor with a ratio selector learns beside that to predict `log_ratios`, log2 of context tokens over those of
-    a summary: the mean squared error over the chunks of rows that have one is added (`loss_ratio_selector`).
+    A compressor with a ratio selector also learns to predict `log_ratios`, log2 of context tokens over those of a
+    summary: the mean squared error over the chunks of rows that have one is added (`loss_ratio_selector`).
 
-    With another `context_mode` than "compressed", nothing is compressed: the compressor's decoder reads texts that
-    have the context in front of them, or none. These are the bounds FullContext and NoContext (EPL, Appendix D) of a
+    With `context_mode` "full_context" or "no_context" nothing is compressed: the bounds of EPL, Appendix D, of a
     compressor whose task tokens alone train, `trainable_parameters=["task_embeddings$"]`.
 
     Args:
-        model: a compressor (anything with `compress`).
-        args ([`TrainingConfig`]): `ratio_mode` "all" trains every ratio of the checkpoint at each step (section 4.2 of
-            the paper), "random" one ratio per step, drawn from the seed and the step, and "per_sample" reads each row
-            at the ratio that the collator drew for it (GMSA, section 4.1); `context_mode` is that of the collator.
-            Evaluation is always at every ratio.
+        model: a compressor.
+        args ([`TrainingConfig`]): `ratio_mode` "all" trains every ratio of the checkpoint at each step (mean pooling,
+            section 4.2), "random" one ratio per step, and "per_sample" reads each row at the ratio that the collator
+            drew for it (GMSA, section 4.1). Evaluation is always at every ratio.
         kwargs: as for `trl.SFTTrainer`; batches come from `CompressionCollator`.
-
-    Raises:
-        TypeError: the model cannot compress, or `args` is not a `TrainingConfig`.
     """
 
-    _tag_names: tuple[str, ...] = ("context-compression",)
     _collator_mode = "compressed"
     _is_mean_over_targets = True
 
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
-        if not isinstance(args, TrainingConfig):
-            raise TypeError(f"args must be a TrainingConfig, got {type(args).__name__}")
-        if not callable(getattr(model, "compress", None)):
-            raise TypeError(f"model must be a compressor with a compress method, got {type(model).__name__}")
-        check_choice("ratio_mode", args.ratio_mode, RATIO_MODES)
-        if args.ratio_schedule is not None:
-            _check_scheduled_ratios(args.ratio_schedule, model.config.compression_ratios)
-        take_tokenized_examples(args)
+        known = list(model.config.compression_ratios)
+        if wrong := sorted({ratio for _, ratios in args.ratio_schedule or () for ratio in ratios} - set(known)):
+            raise ValueError(f"ratio_schedule has the ratios {wrong}; the model's compression_ratios are {known}")
+        # Examples are tokenized already.
+        args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
+        args.remove_unused_columns = False
         # Only losses are needed in evaluation; logits would take one more forward pass.
         args.prediction_loss_only = True
         method = model.config.model_type.removesuffix("_compressor").replace("_", "-")
-        self._tag_names = (*self._tag_names, method)
+        self._tag_names = ("context-compression", method)
         # Whether texts are read behind memories is for `_check_batch` to say, not for the model to warn of.
         model.base_model.warns_of_no_context = False
         super().__init__(model=model, args=args, **kwargs)
         # Of an evaluation's batches so far, by name: a sum, and over how many.
         self._sums: dict[str, tuple[float, ...]] = {}
 
+    @property
+    def _logged(self) -> dict[str, list[float]]:
+        return self._metrics["train" if self.model.training else "eval"]
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log; a loss is the mean over ratios, and has the sum that is trained on beside it."""
-        counts = self._metrics["train" if self.model.training else "eval"].pop("num_ratios_summed", [])
+        counts = self._logged.pop("num_ratios_summed", [])
         count = sum(counts) / len(counts) if counts else 1
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        own_losses = metrics.get("loss_ratio_selector") or metrics.get("own_loss") or [0.0]
+        own = [values for name in _OWN_LOSSES if (values := self._logged.get(name))]
         for name in [name for name in logs if re.fullmatch(r"(eval_(\w+_)?)?loss", name)] if count > 1 else []:
             logs[f"{name}_sum_over_ratios"] = logs[name]
-            logs[name] = (logs[name] - sum(own_losses) / len(own_losses)) / count
+            logs[name] = (logs[name] - sum(sum(values) / len(values) for values in own)) / count
             logs["num_ratios_summed"] = count
         super().log(logs, *args, **kwargs)
 
     def create_optimizer(self, model: PreTrainedModel | None = None) -> torch.optim.Optimizer:
-        """The recipe's optimizer; `ValueError` where FSDP would cut up a model that it cannot put together again."""
+        """Create the recipe's optimizer; `ValueError` where FSDP cannot put a model together again."""
         config = self.model.config
         compresses = self.args.context_mode == "compressed" and getattr(self.data_collator, "memories", None) is None
         # Gradients reach a layer through keys and values, past FSDP's hooks; of accumulated summaries, processes make
@@ -104,15 +95,14 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         return super().create_optimizer(model)
 
     def allowed_ratios(self) -> list[int]:
-        """The ratios that the present step's place in training has; all of them in evaluation."""
-        ratios = list(self.model.config.compression_ratios)
+        """Return the ratios that the present step's place in training has; all of them in evaluation."""
         if self.args.ratio_schedule is None or not self.model.training:
-            return ratios
+            return list(self.model.config.compression_ratios)
         done = self.state.global_step / max(1, self.state.max_steps)
-        return [ratios for start, ratios in check_ratio_schedule(self.args.ratio_schedule) if start <= done][-1]
+        return [list(ratios) for start, ratios in self.args.ratio_schedule if start <= done][-1]
 
     def step_ratios(self) -> list[int]:
-        """The ratios of the present step: all that are allowed, or with "random" one of them."""
+        """Return the ratios of the present step: all that are allowed, or with "random" one of them."""
         ratios = self.allowed_ratios()
         if self.args.ratio_mode != "random" or not self.model.training:
             return ratios
@@ -120,7 +110,7 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         return [random.Random(f"{self.args.seed}/{self.state.global_step}").choice(ratios)]
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Sum of the losses behind all memories of the step, from one encoding."""
+        """Return the sum of the losses behind all memories of the step, from one encoding."""
         inputs = without_metadata(inputs)
         self._check_batch(inputs)
 
@@ -128,7 +118,7 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
             return self._step_loss(batch, num_items_in_batch)
 
         with self.accelerator.autocast():
-            loss = redirected_forward(model, self._unwrapped(), step, **inputs)
+            loss = self.redirected_forward(model, step, **inputs)
         self._count_tokens(inputs)
         # Whoever asks for outputs gets no logits: they are never all in memory.
         return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
@@ -137,61 +127,55 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         return self.accelerator.unwrap_model(self.model)
 
     def _check_batch(self, inputs: dict[str, Any]) -> None:
-        given, context_mode = not {"context_input_ids", "memory"}.isdisjoint(inputs), self.args.context_mode
-        if context_mode == "compressed" and not given:
-            raise ValueError(f"batches need context_input_ids: use CompressionCollator(mode={self._collator_mode!r})")
-        if self.args.ratio_mode == "per_sample" and given and "ratio" not in inputs:
-            raise ValueError("ratio_mode 'per_sample' needs a ratio in each row: use CompressionCollator(ratios=...)")
-        if given and self.model.config.selects_ratios and not {"log_ratios", "reconstruction_labels"} & inputs.keys():
+        has_context = not {"context_input_ids", "memory"}.isdisjoint(inputs)
+        if has_context != (self.args.context_mode == "compressed"):
+            mode = self._collator_mode if self.args.context_mode == "compressed" else self.args.context_mode
             raise ValueError(
-                "a ratio selector learns from `log_ratios`: make the examples with CompressionDataset(with_log_ratios="
-                "True), from sources with summaries"
+                f"context_mode {self.args.context_mode!r} needs batches with{'' if not has_context else 'out'} "
+                f"context_input_ids: use CompressionCollator(mode={mode!r})"
             )
-        if context_mode != "compressed" and given:
-            raise ValueError(f"batches have context_input_ids, which context_mode {context_mode!r} does not compress")
+        if self.args.ratio_mode == "per_sample" and has_context and "ratio" not in inputs:
+            raise ValueError("ratio_mode 'per_sample' needs a ratio in each row: use CompressionCollator(ratios=...)")
 
     def _memories(self, batch: dict[str, Tensor]) -> tuple[list[tuple[str, CompressedContext | None]], Tensor | float]:
-        """The name of each loss of the step and the memory that its text is read behind, all from one encoding.
-
-        Beside them the loss of the ratio selector, for a whole step; zero where there is none.
-        """
+        """The name of each loss of the step and the memory that its text is read behind, all from one encoding; and
+        the loss of the method's own parts."""
         if self.args.context_mode != "compressed":
             return [(self.args.context_mode, None)], 0.0
         if "memory" in batch:
             memory: Any = batch["memory"]
             return [(f"ratio_{memory.ratio}" if isinstance(memory.ratio, int) else MIXED_RATIOS, memory)], 0.0
-        ratios = self.step_ratios()
-        given = ("context_input_ids", "context_attention_mask", "context_chunk_lengths")
-        context = {name.removeprefix("context_"): batch[name] for name in given if name in batch}
+        names = ("context_input_ids", "context_attention_mask", "context_chunk_lengths")
+        context = {name.removeprefix("context_"): batch[name] for name in names if name in batch}
         if self.args.ratio_mode == "per_sample" and self.model.training:
-            memory, selector_loss = self._compressed(batch, context, batch["ratio"])
-            return [(MIXED_RATIOS, memory)], selector_loss
-        memories, selector_loss = self._compressed(batch, context, ratios)
-        self._metrics["train" if self.model.training else "eval"]["num_ratios_summed"].append(len(memories))
-        return [(f"ratio_{ratio}", memory) for ratio, memory in zip(ratios, memories, strict=True)], selector_loss
+            memory, own_loss = self._compressed(batch, context, batch["ratio"])
+            return [(MIXED_RATIOS, memory)], own_loss
+        ratios = self.step_ratios()
+        memories, own_loss = self._compressed(batch, context, ratios)
+        self._logged["num_ratios_summed"].append(len(memories))
+        return [(f"ratio_{ratio}", memory) for ratio, memory in zip(ratios, memories, strict=True)], own_loss
 
     def _compressed(
         self, batch: dict[str, Tensor], context: dict[str, Tensor], ratio: Any
     ) -> tuple[Any, Tensor | float]:
-        """What `compress` makes of the contexts, and the ratio selector's loss."""
+        """What `compress` makes of the contexts, and the loss of the ratio selector or of the method's own parts."""
         model = self._unwrapped()
-        if model.base_model.has_own_loss and self.model.training:
-            own_losses: list[Tensor] = []
-            memories = model.compress(**context, ratio=ratio, own_losses=own_losses)
-            if not own_losses:
-                return memories, 0.0
-            own_loss = torch.cat(own_losses)
-            self._record("own_loss", own_loss.sum(), torch.tensor(len(own_loss), device=own_loss.device))
-            return memories, own_loss.mean()
-        if not model.config.selects_ratios:
+        if model.config.selects_ratios:
+            memories, predicted = model.base_model.compress_with_log_ratios(**context, ratios=ratio)
+            # Behind a row's last chunk, and in a row without a summary, there is nothing to learn.
+            errors = predicted - batch.get("log_ratios", predicted.new_full((len(predicted),), torch.nan))[:, None]
+            losses = errors[~errors.isnan()].square()
+            return memories, self._own_loss("loss_ratio_selector", losses)
+        if not (model.base_model.has_own_loss and self.model.training):
             return model.compress(**context, ratio=ratio), 0.0
-        memories, predicted = model.base_model.compress_with_log_ratios(**context, ratios=ratio)
-        # Behind a row's last chunk, and in a row without a summary, there is nothing to learn.
-        errors = predicted - batch.get("log_ratios", predicted.new_full((len(predicted),), torch.nan))[:, None]
-        errors = errors[~errors.isnan()]
-        total, count = errors.square().sum(), torch.tensor(len(errors), device=errors.device)
-        self._record("loss_ratio_selector", total, count)
-        return memories, total / count.clamp(min=1)
+        own_losses: list[Tensor] = []
+        memories = model.compress(**context, ratio=ratio, own_losses=own_losses)
+        return memories, self._own_loss("own_loss", torch.cat(own_losses)) if own_losses else 0.0
+
+    def _own_loss(self, name: str, losses: Tensor) -> Tensor:
+        total, count = losses.sum(), torch.tensor(len(losses), device=losses.device)
+        self._record(name, total, count)
+        return total / count.clamp(min=1)
 
     def _states(self, batch: dict[str, Tensor], memory: CompressedContext | None, prefix: str = "") -> Tensor:
         """Last hidden states of a text, `(batch_size, width, hidden_size)`."""
@@ -210,11 +194,11 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
 
     def _step_loss(self, batch: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> Tensor:
         target = self._target(batch, num_items_in_batch)
-        memories, selector_loss = self._memories(batch)
+        memories, own_loss = self._memories(batch)
         losses = [
             self._memory_loss(self._states(batch, memory), batch["labels"], target, name) for name, memory in memories
         ]
-        return torch.stack(losses).sum() + self._share(selector_loss, num_items_in_batch)
+        return torch.stack(losses).sum() + self._share(own_loss, num_items_in_batch)
 
     def _share(self, loss: Tensor | float, num_items_in_batch: Tensor | int | None) -> Tensor | float:
         """A mean over a batch as its part of a step, where the losses beside it are parts of one."""
@@ -233,15 +217,16 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         return count / (self.accelerator.num_processes if self.args.average_tokens_across_devices else 1)
 
     def _memory_loss(self, states: Tensor, labels: Tensor, target: Tensor, name: str) -> Tensor:
+        return self._text_loss(states, labels, name) / target
+
+    def _text_loss(self, states: Tensor, labels: Tensor, name: str) -> Tensor:
+        """The summed cross-entropy of a text's targets, which is logged as a mean."""
         chosen = prediction_positions(labels)
-        head = logits_function(self._unwrapped())
-        total, correct = negative_log_likelihood(
-            states[chosen], labels[:, 1:][chosen[:, :-1]], head, self.args.distillation_chunk_size
-        )
-        count = chosen.sum()
-        self._record(f"loss_{name}", total, count)
-        self._record(f"token_accuracy_{name}", correct, count)
-        return total / target
+        targets, size = labels[:, 1:][chosen[:, :-1]], self.args.distillation_chunk_size
+        total, correct = negative_log_likelihood(states[chosen], targets, logits_function(self._unwrapped()), size)
+        self._record(f"loss_{name}", total, chosen.sum())
+        self._record(f"token_accuracy_{name}", correct, chosen.sum())
+        return total
 
     def _record(self, name: str, total: Tensor, count: Tensor) -> None:
         """Note a mean for the log: in training that of this batch, in evaluation that of all batches so far."""
@@ -255,7 +240,7 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         self._metrics["eval"][name] = [self._sums[name][0] / max(1.0, self._sums[name][1])]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """The library's, with a loss over all targets in place of the mean of the batches' losses."""
+        """Run the library's, with a loss over all targets in place of the mean of the batches' losses."""
         self._sums.clear()
         output = super().evaluation_loop(*args, **kwargs)
         if self._is_mean_over_targets:
@@ -273,12 +258,6 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
             self.run_counts.add(num_tokens=int(inputs["attention_mask"].sum()))
 
 
-def _check_scheduled_ratios(schedule: Sequence[Sequence[Any]], known: Sequence[int]) -> None:
-    wrong = sorted({ratio for _, ratios in check_ratio_schedule(schedule) for ratio in ratios} - set(known))
-    if wrong:
-        raise ValueError(f"ratio_schedule has the ratios {wrong}; the model's compression_ratios are {list(known)}")
-
-
 def count_targets(labels: Tensor) -> Tensor:
-    """How many tokens of `labels` `(batch_size, width)` are predicted from the one before them."""
+    """Return how many tokens of `labels` `(batch_size, width)` are predicted from the one before them."""
     return (labels[:, 1:] != -100).sum()

@@ -21,20 +21,11 @@ from .compression_dataset import CompressionDataset
 from .encoder_decoder import Seq2SeqCompressionTrainer, check_vocabulary
 
 _TEXT_TASKS = {"reconstruction", "continuation"}
-_SHORTEST_TEXT = 2
 
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """How much of a text is corrupted, and how long everything then is.
-
-    Args:
-        noise_density: share of the tokens that are taken out.
-        mean_span_length: mean length of a span of them.
-
-    Raises:
-        ValueError: a density that is not between 0 and 1, or a length below 1.
-    """
+    """T5's span corruption: the share of tokens that are taken out, and the mean length of a span of them."""
 
     noise_density: float = 0.15
     mean_span_length: float = 3.0
@@ -58,13 +49,7 @@ class SpanCorruption:
         return num_tokens - noise + spans + 1, noise + spans + 1
 
     def raw_length(self, inputs_length: int) -> int:
-        """Longest text whose encoder input has at most `inputs_length` tokens.
-
-        Raises:
-            ValueError: not even a text of two tokens fits.
-        """
-        if self.lengths(2)[0] > inputs_length:
-            raise ValueError(f"inputs_length must be at least {self.lengths(2)[0]}, got {inputs_length}")
+        """Longest text, of at least 2 tokens, whose encoder input has at most `inputs_length` tokens."""
         num_tokens = max(2, inputs_length // 2)
         while self.lengths(num_tokens + 1)[0] <= inputs_length:
             num_tokens += 1
@@ -73,12 +58,8 @@ class SpanCorruption:
     def noise_mask(self, num_tokens: int, rng: random.Random) -> list[bool]:
         """Which tokens are taken out: spans of random lengths, kept ones and noise in turn, a kept one first."""
         noise, spans = self.counts(num_tokens)
-        kept_lengths = _random_parts(num_tokens - noise, spans, rng)
-        noise_lengths = _random_parts(noise, spans, rng)
-        mask: list[bool] = []
-        for kept, taken in zip(kept_lengths, noise_lengths, strict=True):
-            mask += [False] * kept + [True] * taken
-        return mask
+        lengths = zip(_random_parts(num_tokens - noise, spans, rng), _random_parts(noise, spans, rng), strict=True)
+        return [is_noise for kept, taken in lengths for is_noise in [False] * kept + [True] * taken]
 
 
 def _random_parts(total: int, num_parts: int, rng: random.Random) -> list[int]:
@@ -95,29 +76,22 @@ def corrupt(
     Args:
         tokens: the text.
         noise_mask: which tokens are taken out, the first one not.
-        sentinel_ids: the sentinels in order.
+        sentinel_ids: the sentinels in order; one stands for each span in the input, and in front of it in the target.
         end_id: EOS, the last token of both.
-
-    Returns:
-        The text with a sentinel for each noise span, and each sentinel with the tokens of its span.
-
-    Raises:
-        ValueError: more spans than sentinels.
     """
     inputs: list[int] = []
     targets: list[int] = []
-    spans = itertools.groupby(zip(tokens, noise_mask, strict=True), key=lambda pair: bool(pair[1]))
-    used = 0
-    for is_noise, span in spans:
+    sentinels = iter(sentinel_ids)
+    for is_noise, span in itertools.groupby(zip(tokens, noise_mask, strict=True), key=lambda pair: pair[1]):
         ids = [token for token, _ in span]
-        if not is_noise:
+        if is_noise:
+            sentinel = next(sentinels, None)
+            if sentinel is None:
+                raise ValueError(f"the text has more noise spans than there are sentinels, {len(sentinel_ids)}")
+            inputs.append(sentinel)
+            targets += [sentinel, *ids]
+        else:
             inputs += ids
-            continue
-        if used == len(sentinel_ids):
-            raise ValueError(f"the text has more noise spans than there are sentinels, {len(sentinel_ids)}")
-        inputs.append(sentinel_ids[used])
-        targets += [sentinel_ids[used], *ids]
-        used += 1
     return [*inputs, end_id], [*targets, end_id]
 
 
@@ -127,14 +101,8 @@ class DenoisingDataset(CompressionDataset):
     A text that is too short is followed by another one, so that every example is full, as T5 packs its
     texts; the window of each text starts at a random place.
 
-    Args:
-        data: its sources have the tasks reconstruction or continuation, plain text; a text is so long that
-            `max_context_tokens` are left of it when `noise_density` of it is taken out.
-        tokenizer, num_examples, kwargs: as for `CompressionDataset`; without a number of examples, every row is once
-            the first text of an example.
-
-    Raises:
-        ValueError: a source or a limit that is not allowed, or another task.
+    The sources have the tasks reconstruction or continuation; a text is so long that `max_context_tokens` are left of
+    it when `noise_density` of it is taken out. Arguments as for `CompressionDataset`.
     """
 
     def _lengths(self) -> tuple[int, int]:
@@ -152,7 +120,7 @@ class DenoisingDataset(CompressionDataset):
 
     @staticmethod
     def num_tokens(example: Mapping[str, Any]) -> int:
-        """Length of an example."""
+        """Return the length of an example."""
         return len(example["token_ids"])
 
     def _from_generated(
@@ -177,9 +145,9 @@ class DenoisingDataset(CompressionDataset):
             missing = self.longest - len(ids)
             start = rng.randrange(max(1, len(text) - missing + 1))
             ids += text[start : start + missing].tolist()
-            if len(ids) == self.longest or (count >= MAX_ATTEMPTS and len(ids) >= _SHORTEST_TEXT):
+            if len(ids) == self.longest or (count >= MAX_ATTEMPTS and len(ids) >= 2):
                 break
-        if len(ids) < _SHORTEST_TEXT:
+        if len(ids) < 2:
             raise ValueError(f"source {source.source.label!r}: all rows are empty")
         return {**self._text(ids, source.identifier(first)), "documents": documents}
 
@@ -194,13 +162,9 @@ class SpanCorruptionCollator(CompressionCollator):
     target, and `labels` the target. The noise of an example depends on its index, its text and the seed only.
 
     Args:
-        sentinel_ids: the sentinels in order.
-        end_id: EOS.
+        sentinel_ids, end_id: as for `corrupt`.
         corruption: how much is corrupted.
-        kwargs: as for `CompressionCollator`; no token is put in front of a context.
-
-    Raises:
-        ValueError: see `CompressionCollator`.
+        kwargs: as for `CompressionCollator`.
     """
 
     def __init__(
@@ -213,8 +177,7 @@ class SpanCorruptionCollator(CompressionCollator):
     ):
         super().__init__(*args, **kwargs)
         self.context_start_ids = []
-        self.sentinel_ids, self.end_id = list(sentinel_ids), end_id
-        self.corruption = corruption or SpanCorruption()
+        self.sentinel_ids, self.end_id, self.corruption = list(sentinel_ids), end_id, corruption or SpanCorruption()
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a batch; every tensor is `(batch_size, width)` of int64."""
@@ -230,20 +193,11 @@ class SpanCorruptionCollator(CompressionCollator):
 
 
 def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> Seq2SeqCompressionTrainer:
-    """The trainer of a recipe; its tokenizer gets T5's sentinels."""
-    model, tokenizer = load(model_args, data_args, args)
+    """Return the trainer of a recipe; its tokenizer gets T5's sentinels."""
+    model, tokenizer = load(model_args, args)
     sentinel_ids = add_sentinel_tokens(tokenizer)
     check_vocabulary(model, tokenizer)
-    arguments = trainer_arguments(
-        model,
-        tokenizer,
-        data_args,
-        args,
-        "compressed",
-        DenoisingDataset,
-        SpanCorruptionCollator,
-        sentinel_ids=sentinel_ids,
-        end_id=tokenizer.eos_token_id,
-        corruption=SpanCorruption(data_args.noise_density, data_args.mean_span_length),
-    )
-    return Seq2SeqCompressionTrainer(**arguments)
+    corruption = SpanCorruption(data_args.noise_density, data_args.mean_span_length)
+    collating = {"sentinel_ids": sentinel_ids, "end_id": tokenizer.eos_token_id, "corruption": corruption}
+    recipe = (model, tokenizer, data_args, args, "compressed", DenoisingDataset, SpanCorruptionCollator)
+    return Seq2SeqCompressionTrainer(**trainer_arguments(*recipe, **collating))

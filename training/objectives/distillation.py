@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...modeling.parts.base_precision import trained_base_weights
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..loading import teacher_language_model
-from ..losses import distillation_loss, logits_function, negative_log_likelihood, prediction_positions
+from ..losses import distillation_loss, logits_function, prediction_positions
 from .compression import load, record_prompts, trainer_arguments
 from .compression_trainer import CompressionTrainer
 
@@ -28,15 +26,9 @@ class DistillationTrainer(CompressionTrainer):
     over the same tokens and rows, to `args.kl_weight` times this: xRAG tunes with NLL + 2 KL.
 
     Args:
-        model: a compressor.
-        args ([`TrainingConfig`]): training arguments.
         teacher: the frozen teacher, a causal language model of the same vocabulary. `None`: the compressor's own
             base without its adapters, which costs no memory.
-        kwargs: as for `CompressionTrainer`.
-
-    Raises:
-        ValueError: the teacher has another vocabulary, there is none and the base's own weights train, or
-            `args.context_mode` is not "compressed".
+        model, args, kwargs: as for `CompressionTrainer`.
     """
 
     _collator_mode = "distillation"
@@ -47,8 +39,6 @@ class DistillationTrainer(CompressionTrainer):
         self, model: PreTrainedModel, args: TrainingConfig, teacher: PreTrainedModel | None = None, **kwargs: Any
     ):
         super().__init__(model=model, args=args, **kwargs)
-        if args.context_mode != "compressed":
-            raise ValueError(f"distillation needs context_mode 'compressed', got {args.context_mode!r}")
         # The loss is a mean over the batch's rows: the Trainer divides by the accumulation steps.
         self.loss_is_scaled_for_ga = False
         self.model_accepts_loss_kwargs = False
@@ -59,63 +49,45 @@ class DistillationTrainer(CompressionTrainer):
                     f"weights of the base itself train, such as {moving[0]}, so that it is no frozen teacher: give a "
                     "teacher, which may be the same base"
                 )
-        else:
-            sizes = [m.get_output_embeddings().weight.shape[0] for m in (model, teacher)]
-            if sizes[0] != sizes[1]:
-                raise ValueError(f"student and teacher must share a vocabulary, got {sizes[0]} and {sizes[1]} tokens")
-            teacher.requires_grad_(False).eval()
-            self.teacher = self.accelerator.prepare_model(teacher, evaluation_mode=True)
+            return
+        sizes = [m.get_output_embeddings().weight.shape[0] for m in (model, teacher)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"student and teacher must share a vocabulary, got {sizes[0]} and {sizes[1]} tokens")
+        teacher.requires_grad_(False).eval()
+        self.teacher = self.accelerator.prepare_model(teacher, evaluation_mode=True)
 
     def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
         """The teacher's states that predict the answer tokens, `(num_answer_tokens, hidden_size)`."""
-        if "full_input_ids" not in inputs:
-            raise ValueError("batches need full_input_ids: use CompressionCollator(mode='distillation')")
         text = {"input_ids": inputs["full_input_ids"], "attention_mask": inputs["full_attention_mask"]}
         chosen = prediction_positions(inputs["full_labels"])
         with torch.no_grad():
             if self.teacher is not None:
                 return self.accelerator.unwrap_model(self.teacher).base_model(**text, use_cache=False)[0][chosen]
             student = self._unwrapped()
-            with student.base_language_model(), _evaluating(student):
-                return student.base_model(**text, use_cache=False)[0][chosen]
+            was_training = student.training
+            student.eval()
+            try:
+                with student.base_language_model():
+                    return student.base_model(**text, use_cache=False)[0][chosen]
+            finally:
+                student.train(was_training)
 
     def _memory_loss(self, states: Tensor, labels: Tensor, target: Tensor, name: str) -> Tensor:
         student = self._unwrapped()
         teacher = student if self.teacher is None else self.accelerator.unwrap_model(self.teacher)
         chosen = prediction_positions(labels)
-        total = distillation_loss(
-            states[chosen],
-            target,
-            logits_function(student),
-            logits_function(teacher),
-            self.args.distillation_chunk_size,
-        )
-        count = chosen.sum()
-        self._record(f"kl_per_token_{name}", total, count)
-        total = self.args.kl_weight * total
+        heads = logits_function(student), logits_function(teacher)
+        divergence = distillation_loss(states[chosen], target, *heads, self.args.distillation_chunk_size)
+        self._record(f"kl_per_token_{name}", divergence, chosen.sum())
+        total = self.args.kl_weight * divergence
         if self.args.nll_weight:
-            targets = labels[:, 1:][chosen[:, :-1]]
-            head, size = logits_function(student), self.args.distillation_chunk_size
-            nll, _ = negative_log_likelihood(states[chosen], targets, head, size)
-            self._record(f"loss_{name}", nll, count)
-            total = total + self.args.nll_weight * nll
+            total = total + self.args.nll_weight * self._text_loss(states, labels, name)
         return total / labels.shape[0]
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off for a `with` block."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
 def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> DistillationTrainer:
-    """The trainer of a recipe; its teacher is the compressor's own base where the recipe names none."""
-    model, tokenizer = load(model_args, data_args, args)
+    """Return the trainer of a recipe; its teacher is the compressor's own base where the recipe names none."""
+    model, tokenizer = load(model_args, args)
     record_prompts(model.config, tokenizer, data_args)
     teacher = None if model_args.teacher is None else teacher_language_model(model_args)
     return DistillationTrainer(teacher=teacher, **trainer_arguments(model, tokenizer, data_args, args, "distillation"))

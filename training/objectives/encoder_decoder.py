@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collator and trainer of an encoder-decoder: questions in either place, and T5's decoder in the loss."""
+"""Batches and trainer of a compressor that is an encoder-decoder (DeCAL)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...modeling.memory.compressed_context import CompressedContext
-from ..arguments import TrainingConfig
 from .compression_collator import CompressionCollator
 from .compression_trainer import CompressionTrainer
 
@@ -24,8 +23,7 @@ class Seq2SeqCollator(CompressionCollator):
     Args:
         question_placement: "decoder" or "encoder".
         context_end_ids: ids that a compressed context ends with, see `modeling.parts.text_ids.context_end_ids`.
-        kwargs: as for `CompressionCollator`; `task_start_ids` of the model's configuration name the decoder's start
-            token, which in T5 is the pad, and not the tokenizer's BOS or EOS.
+        kwargs: as for `CompressionCollator`; `task_start_ids` name the decoder's start token, in T5 the pad.
     """
 
     def __init__(
@@ -52,9 +50,7 @@ class Seq2SeqCollator(CompressionCollator):
     def _row(self, example: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         if self.question_placement == "encoder":
             if example.get("more_turns"):
-                raise ValueError(
-                    "a context that is compressed with its question has one question: questions_per_example must be 1"
-                )
+                raise ValueError("questions_per_example must be 1 where the context is compressed with its question")
             example = {**example, "prompt_ids": []}
         return super()._row(example)
 
@@ -62,21 +58,14 @@ class Seq2SeqCollator(CompressionCollator):
 class Seq2SeqCompressionTrainer(CompressionTrainer):
     r"""`CompressionTrainer` for an encoder-decoder: the decoder reads the targets, and its cross-attention the slots.
 
-    The log's `token_accuracy_ratio_C` over span-corrupted texts is Table 1's accuracy.
-
-    Args:
-        model: a [`DeCALForConditionalGeneration`].
-        args ([`TrainingConfig`]): training arguments; `context_mode` is "compressed".
-        kwargs: as for `CompressionTrainer`; batches come from `SpanCorruptionCollator` or `Seq2SeqCollator`.
-
-    Raises:
-        ValueError: another `context_mode`.
+    The log's `token_accuracy_ratio_C` over span-corrupted texts is Table 1's accuracy. Batches come from
+    `SpanCorruptionCollator` or `Seq2SeqCollator`.
     """
 
-    def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
-        if args.context_mode != "compressed":
-            raise ValueError(f"an encoder-decoder needs context_mode 'compressed', got {args.context_mode!r}")
-        super().__init__(model=model, args=args, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.args.context_mode != "compressed":
+            raise ValueError(f"an encoder-decoder needs context_mode 'compressed', got {self.args.context_mode!r}")
 
     def _states(self, batch: dict[str, Tensor], memory: CompressedContext | None, prefix: str = "") -> Tensor:
         text = {name: batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask")}

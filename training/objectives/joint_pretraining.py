@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objective joint: the first half of a document is compressed, repeated, and continued with the rest."""
+"""The objective joint: a compressor learns to repeat its context and to go on after it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from .compression_collator import JOINT_TASKS
 from .compression_dataset import CompressionDataset
 from .compression_trainer import CompressionTrainer, count_targets
 
-_TASKS = {"reconstruction", "continuation"}
 # More tokens than a generated sentence has: a document so much longer is long enough after its last whole sentence.
 _SPARE_TOKENS = 128
 
@@ -32,18 +31,12 @@ class JointDataset(CompressionDataset):
     `documents`.
 
     A document X is a window of |X| tokens of a text. Its first p = floor(|X| / 2) tokens are the context, the rest is
-    the completion (EPL, section 3.1.1 and Appendix C). EOS ends the context once more, of which that is all, and the
-    completion where the text itself ends, not where it was cut. The tokens that every compressed context starts with,
-    such as BOS, count in |X| and p, so that the encoder reads exactly p tokens; the collator puts them there, and in
-    front of a reconstruction behind [AE].
+    the completion (EPL, section 3.1.1 and Appendix C). EOS ends the repeated context, and the completion where the
+    text itself ends. The tokens that every compressed context starts with, such as BOS, count in |X| and p; the
+    collator puts them there.
 
-    Args:
-        data: its sources have the tasks reconstruction and continuation; |X| is uniform from `min_document_tokens` to
-            `max_document_tokens`, as far as the text goes, and shorter texts are passed over.
-        tokenizer, num_examples, kwargs: as for `CompressionDataset`.
-
-    Raises:
-        ValueError: a source or a limit that is not allowed, or another task.
+    The sources have the tasks reconstruction and continuation; |X| is uniform from `min_document_tokens` to
+    `max_document_tokens`, as far as the text goes. Arguments as for `CompressionDataset`.
     """
 
     def _lengths(self) -> tuple[int, int]:
@@ -56,10 +49,10 @@ class JointDataset(CompressionDataset):
 
     def _check_sources(self, entries: Sequence[DataSource]) -> None:
         for entry in entries:
-            if set(entry.tasks) != _TASKS:
+            if set(entry.tasks) != set(JOINT_TASKS):
                 raise ValueError(
-                    f"joint pretraining does {sorted(_TASKS)} on every document: these must be the tasks of source "
-                    f"{entry.label!r}, got {list(entry.tasks)}"
+                    f"joint pretraining does {sorted(JOINT_TASKS)} on every document: these must be the tasks of "
+                    f"source {entry.label!r}, got {list(entry.tasks)}"
                 )
             if entry.generated and self.longest > MAX_TOKENS - _SPARE_TOKENS:
                 raise ValueError(
@@ -69,8 +62,8 @@ class JointDataset(CompressionDataset):
 
     @staticmethod
     def num_tokens(example: Mapping[str, Any]) -> int:
-        """Length of an example: context and both texts together."""
-        return sum(len(example[f"{name}_ids"]) for name in ("context", "reconstruction", "continuation"))
+        """Return the length of an example: context and both texts together."""
+        return sum(len(example[f"{name}_ids"]) for name in ("context", *JOINT_TASKS))
 
     def _from_generated(
         self, source: DataSource, tasks: Sequence[str], limit: int, rng: random.Random
@@ -105,8 +98,7 @@ class JointDataset(CompressionDataset):
                 f"source {source.source.label!r}: all rows are shorter than {self.shortest} tokens "
                 "(min_document_tokens)"
             )
-        longest = max(self.shortest, min(limit, available))
-        length = rng.randint(self.shortest, longest)
+        length = rng.randint(self.shortest, max(self.shortest, min(limit, available)))
         text_ends = source.ends(tasks[0], row)
         example = self._split(ids.tolist(), length, source.identifier(row), rng, text_ends)
         return {**example, "documents": source.document_ids(tasks[0], row)}
@@ -135,15 +127,8 @@ class JointPretrainingTrainer(CompressionTrainer):
     the same slots, at every ratio of the step. Each loss is a mean over its own target tokens, of the whole step
     (accumulated batches and all processes); ratios are summed.
 
-    A text starts with its task token, [AE] or [LM]; with BOS in methods that have none, which then cannot tell from
-    its start what to do. With `context_mode` "full_context" or "no_context" nothing is compressed, as in
-    [`CompressionTrainer`].
-
-    Args:
-        model: a compressor.
-        args ([`TrainingConfig`]): `alpha` is the weight of the reconstruction; with 0 or 1 the text without weight is
-            not read at all.
-        kwargs: as for `CompressionTrainer`; batches come from `CompressionCollator(mode="joint")`.
+    With `alpha` 0 or 1 the text without weight is not read at all. Arguments as for `CompressionTrainer`; batches come
+    from `CompressionCollator(mode="joint")`.
     """
 
     _collator_mode = "joint"
@@ -153,22 +138,15 @@ class JointPretrainingTrainer(CompressionTrainer):
         weights = dict(zip(JOINT_TASKS, (args.alpha, 1 - args.alpha), strict=True))
         self.weights = {task: weight for task, weight in weights.items() if weight > 0}
 
-    def _check_batch(self, inputs: dict[str, Any]) -> None:
-        super()._check_batch(inputs)
-        if "reconstruction_input_ids" not in inputs:
-            raise ValueError(
-                "batches need two texts, reconstruction and continuation: use mode='joint' in the collator"
-            )
-
     def _step_loss(self, batch: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> Tensor:
         counts = self._target(batch, num_items_in_batch)
         losses = []
-        memories, selector_loss = self._memories(batch)
+        memories, own_loss = self._memories(batch)
         for name, memory in memories:
             for (task, weight), count in zip(self.weights.items(), counts, strict=True):
                 states = self._states(batch, memory, f"{task}_")
                 losses.append(weight * self._memory_loss(states, batch[f"{task}_labels"], count, f"{task}_{name}"))
-        return torch.stack(losses).sum() + self._share(selector_loss, num_items_in_batch)
+        return torch.stack(losses).sum() + self._share(own_loss, num_items_in_batch)
 
     def _loss_weight(self, name: str) -> float:
         return next((weight for task, weight in self.weights.items() if name.startswith(f"loss_{task}_")), 1.0)
@@ -185,27 +163,24 @@ class JointPretrainingTrainer(CompressionTrainer):
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
         """Target tokens of each text in a whole step: the Trainer would count a single `labels`."""
-        if not batch_samples or "reconstruction_labels" not in batch_samples[0]:
+        if not batch_samples:
             return None
         counts = self._count_targets(batch_samples).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             counts = self.accelerator.reduce(counts, reduction="sum")
         return counts
 
-    def _texts(self, inputs: dict[str, Any]) -> list[dict[str, Tensor]]:
-        names = ("input_ids", "attention_mask")
-        return [{name: inputs[f"{task}_{name}"] for name in names} for task in self.weights]
-
     def _count_tokens(self, inputs: dict[str, Any]) -> None:
-        masks = [text["attention_mask"] for text in self._texts(inputs)]
-        super()._count_tokens({"attention_mask": torch.cat([mask.flatten() for mask in masks])})
+        for task in self.weights:
+            super()._count_tokens({"attention_mask": inputs[f"{task}_attention_mask"]})
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        for text in self._texts(inputs):
+        for task in self.weights:
+            text = {name: inputs[f"{task}_{name}"] for name in ("input_ids", "attention_mask")}
             super()._track_num_input_tokens(text)
 
 
 def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> JointPretrainingTrainer:
-    """The trainer of a recipe."""
-    model, tokenizer = load(model_args, data_args, args)
+    """Return the trainer of a recipe."""
+    model, tokenizer = load(model_args, args)
     return JointPretrainingTrainer(**trainer_arguments(model, tokenizer, data_args, args, "joint", JointDataset))

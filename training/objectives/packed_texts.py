@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts without padding: each source is one stream of tokens, cut into contexts and what follows them."""
+"""Examples from one stream of texts, without pads."""
 
 from __future__ import annotations
 
@@ -29,21 +29,14 @@ class PackedTexts(CompressionDataset):
     """Contexts of `max_context_tokens` from a stream of texts, each with the `max_target_tokens` that follow it.
 
     The texts of a source, in a shuffled order and again and again in another one, stand one behind the other with EOS
-    behind each, which is how a border between two of them is told. The stream is cut every `max_context_tokens +
-    max_target_tokens` tokens: no token is left out, none is read twice, and a batch has no pads (ComprExIT, appendix
-    A.2). All examples have the first template of their prompt. `id` names every text that an example has a part of.
+    behind each. The stream is cut every `max_context_tokens + max_target_tokens` tokens: no token is left out, none is
+    read twice, and a batch has no pads (ComprExIT, appendix A.2). All examples have the first template of their
+    prompt. `id` names every text that an example has a part of.
 
     Example n of a source starts where example n - 1 ends, so texts are tokenized in order: a run that is resumed reads
     once through those that it has behind it.
 
-    Args:
-        data: its sources have the task continuation alone.
-        tokenizer, kwargs: as for `CompressionDataset`.
-        num_examples: length of the data set.
-
-    Raises:
-        ValueError: another task, no number of examples, a schedule of lengths, a tokenizer of contexts, or a row whose
-            text is cut from the middle of longer texts, which EOS would be put behind.
+    The sources have the task continuation alone. Arguments as for `CompressionDataset`.
     """
 
     def __init__(
@@ -52,9 +45,7 @@ class PackedTexts(CompressionDataset):
         if num_examples is None:
             raise ValueError("packed texts have no rows of their own to count: give max_steps")
         if data.length_schedule is not None:
-            raise ValueError(
-                f"packed texts have one length: length_schedule must be null, got {data.length_schedule!r}"
-            )
+            raise ValueError(f"packed texts have one length: leave out length_schedule {data.length_schedule!r}")
         if kwargs.get("context_tokenizer") is not None:
             raise ValueError(
                 "packed texts have one length in one tokenizer: pack_texts needs an encoder with the same"
@@ -71,8 +62,8 @@ class PackedTexts(CompressionDataset):
                 raise ValueError(f"source {source.source.label!r} has no text that is not blank")
             if cut := source.cut_rows("continuation"):
                 raise ValueError(
-                    f"pack_texts takes whole texts and cuts them itself, and {len(cut)} rows are cut from the middle "
-                    f"of longer ones, such as {source.identifier(cut[0])}: give their source_texts in their place"
+                    f"pack_texts takes whole texts, and {len(cut)} rows are cut from the middle of longer ones, such "
+                    f"as {source.identifier(cut[0])}: give their source_texts in their place"
                 )
 
     def _check_sources(self, entries: Sequence[DataSource]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
@@ -23,7 +24,6 @@ from ...modeling.parts.late_interaction import chamfer
 from ...modeling.parts.text_ids import text_tokenizer
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..base_trainer import BaseTrainer, without_metadata
-from ..forward_redirection import redirected_forward
 from ..loading import DEFAULT_METHOD, load_compressor, load_tokenizer
 
 
@@ -50,28 +50,6 @@ def contrastive_loss(
     return cross_entropy(scores.masked_fill(same, -torch.inf) / temperature, own)
 
 
-class _GatherRows(torch.autograd.Function):
-    """Rows of all processes; a row's gradient is the sum of what all processes make of it."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        ctx.num_rows = len(rows)
-        parts = [torch.empty_like(rows) for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather(parts, rows.contiguous())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        torch.distributed.all_reduce(gradient)
-        return gradient[torch.distributed.get_rank() * ctx.num_rows :][: ctx.num_rows]
-
-
-def _num_processes() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
 def gathered(vectors: Tensor, mask: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
     """Vectors, masks and keys of all processes, in the order of their ranks; its own where there is one process.
 
@@ -81,15 +59,16 @@ def gathered(vectors: Tensor, mask: Tensor, *keys: Tensor) -> tuple[Tensor, ...]
         keys: each `(batch_size,)`.
 
     Returns:
-        The same with `num_processes * batch_size` rows, in the greatest length; vectors with their gradients.
+        `num_processes * batch_size` rows in the greatest length; vectors with their gradients.
     """
-    if _num_processes() == 1:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return vectors, mask, *keys
     length = torch.tensor(vectors.shape[1], device=vectors.device)
     torch.distributed.all_reduce(length, torch.distributed.ReduceOp.MAX)
     missing = int(length) - vectors.shape[1]
     vectors, mask = pad(vectors, (0, 0, 0, missing)), pad(mask, (0, missing))
-    return tuple(_GatherRows.apply(rows) for rows in (vectors, mask, *keys))
+    # A row's gradient is the sum of what all processes make of it.
+    return tuple(torch.cat(all_gather(rows.contiguous())) for rows in (vectors, mask, *keys))
 
 
 class RetrievalPairs(Dataset):
@@ -102,9 +81,6 @@ class RetrievalPairs(Dataset):
         data: its sources are [`RetrievalSource`] or their fields; queries are cut to `max_query_tokens`, documents to
             `max_context_tokens`.
         tokenizer: makes the token ids.
-
-    Raises:
-        ValueError: no source, or see [`RetrievalCollection`].
     """
 
     def __init__(self, data: DataArguments, tokenizer: PreTrainedTokenizerBase):
@@ -157,8 +133,8 @@ class RetrievalCollator:
             batch[f"{side}_input_ids"] = pad_sequence(rows, batch_first=True, padding_value=self.pad_token_id)
             batch[f"{side}_attention_mask"] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
             batch[f"{side}_keys"] = torch.tensor([example[f"{side}_key"] for example in examples])
-        for name, values in (("example_ids", "id"), ("num_cut", "num_cut")):
-            batch[name] = [example[values] for example in examples]
+        batch["example_ids"] = [example["id"] for example in examples]
+        batch["num_cut"] = [example["num_cut"] for example in examples]
         batch["documents"] = [document for example in examples for document in example["documents"]]
         return batch
 
@@ -174,21 +150,13 @@ class RetrievalTrainer(BaseTrainer):
         args ([`TrainingConfig`]): training arguments; `contrastive_temperature` divides the scores, `ratio_mode` is
             "all".
         kwargs: as for `transformers.Trainer`; batches come from [`RetrievalCollator`].
-
-    Raises:
-        TypeError: the model has no `encode`, or `args` is not a `TrainingConfig`.
-        ValueError: another `ratio_mode`, or a `ratio_schedule`.
     """
 
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
-        if not isinstance(args, TrainingConfig):
-            raise TypeError(f"args must be a TrainingConfig, got {type(args).__name__}")
-        if not callable(getattr(model, "encode", None)):
-            raise TypeError(f"model must be a retrieval model with an encode method, got {type(model).__name__}")
         if args.ratio_mode != "all" or args.ratio_schedule is not None:
             raise ValueError(
-                "retrieval trains every ratio of the checkpoint at each step: ratio_mode must be 'all' and "
-                f"ratio_schedule None, got {args.ratio_mode!r} and {args.ratio_schedule!r}"
+                "retrieval trains every ratio at each step: ratio_mode must be 'all' without a ratio_schedule, got "
+                f"{args.ratio_mode!r} and {args.ratio_schedule!r}"
             )
         args.remove_unused_columns = False
         super().__init__(model=model, args=args, **kwargs)
@@ -202,7 +170,7 @@ class RetrievalTrainer(BaseTrainer):
             return torch.stack(losses).sum()
 
         with self.accelerator.autocast():
-            loss = redirected_forward(model, module, step, **without_metadata(inputs))
+            loss = self.redirected_forward(model, step, **without_metadata(inputs))
         return (loss, ModelOutput(loss=loss)) if return_outputs else loss
 
     def _ratio_loss(self, module: PreTrainedModel, batch: dict[str, Tensor], ratio: int) -> Tensor:
@@ -219,7 +187,7 @@ class RetrievalTrainer(BaseTrainer):
 
 
 def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> RetrievalTrainer:
-    """The trainer of a recipe: a dual encoder, from the encoder of a checkpoint or of a T5.
+    """Return the trainer of a recipe: a dual encoder, from the encoder of a checkpoint or of a T5.
 
     Raises:
         ValueError: a source that does not fit, or a method without a retrieval model.

@@ -27,13 +27,6 @@ class SegmentDataset(PackedTexts):
 
     Texts stand one behind the other as in [`PackedTexts`], with EOS behind each. What every context starts with, such
     as BOS, counts among the tokens of a block; the collator puts it there.
-
-    Args:
-        data: its sources have the task continuation alone.
-        tokenizer, num_examples, kwargs: as for `PackedTexts`.
-
-    Raises:
-        ValueError: as `PackedTexts`.
     """
 
     def _block_size(self) -> int:
@@ -44,7 +37,7 @@ class SegmentDataset(PackedTexts):
 
     @staticmethod
     def num_tokens(example: Mapping[str, Any]) -> int:
-        """Length of an example."""
+        """Return the length of an example."""
         return len(example["document_ids"])
 
 
@@ -61,9 +54,6 @@ class SegmentCollator(CompressionCollator):
         is_random: whether the lengths of segments are drawn.
         longest_segment: most tokens of a segment.
         args, kwargs: as for `CompressionCollator`.
-
-    Raises:
-        ValueError: blocks of different lengths, or too long or too short for so many segments.
     """
 
     def __init__(
@@ -82,10 +72,8 @@ class SegmentCollator(CompressionCollator):
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a batch; tensors are `(batch_size, num_tokens)`, `segment_lengths` has a list for each substep."""
         rows = [[*self.context_start_ids, *example["document_ids"]] for example in examples]
-        length = len(rows[0])
-        if any(len(row) != length for row in rows):
-            raise ValueError(f"blocks of a batch must have one length, got {sorted({len(row) for row in rows})}")
         ids = torch.tensor(rows)
+        length = ids.shape[1]
         places = [length * step // self.substeps for step in range(self.substeps + 1)]
         labels = ids.clone()
         labels[:, places[:-1]] = -100
@@ -128,9 +116,6 @@ class SegmentTrainer(CompressionTrainer):
         model: an AutoCompressor that is one model throughout: of a shared adapter, or without adapters.
         args ([`TrainingConfig`]): `ratio_mode` is "all" or "random".
         kwargs: as for `CompressionTrainer`; batches come from [`SegmentCollator`].
-
-    Raises:
-        ValueError: a model with an encoder or an encoder's adapter of its own, or "per_sample" ratios.
     """
 
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
@@ -138,27 +123,22 @@ class SegmentTrainer(CompressionTrainer):
         if not hasattr(config, "accumulate_summaries"):
             raise ValueError(f"the objective segments trains the method autocompressor, got {config.method}")
         if config.encoder_config is not None or (config.encoder_lora is not None and not config.shared_adapter):
-            raise ValueError(
-                "the objective segments trains one model that reads and summarises: give shared_adapter true, or no "
-                "encoder_lora and no encoder of its own"
-            )
+            raise ValueError("the objective segments trains one model: give shared_adapter true, or no encoder_lora")
         if args.ratio_mode == "per_sample":
             raise ValueError("a batch shares its segments: ratio_mode must be 'all' or 'random', got 'per_sample'")
         super().__init__(model=model, args=args, **kwargs)
         self._soft_prompts: dict[int, SoftPrompt] = {}
 
     def _check_batch(self, inputs: dict[str, Any]) -> None:
-        if "segment_lengths" not in inputs:
-            raise ValueError("batches need segment_lengths: use SegmentCollator")
+        """Batches come from `SegmentCollator`."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """A backward pass for each substep, behind the detached summaries of those before it; the sum of losses."""
         if self.is_deepspeed_enabled:
             # Each of its backward passes may be an optimizer step; gradients are the same, and need more memory.
             return super().training_step(model, inputs, *args, **kwargs)
-        losses = []
-        for part in self._parts(inputs):
-            losses.append(super().training_step(model, part, *args, **kwargs))
+        step = super().training_step
+        losses = [step(model, part, *args, **kwargs) for part in self._parts(inputs)]
         self._soft_prompts = {}
         return torch.stack(losses).sum()
 
@@ -217,26 +197,21 @@ def _spans(segment_lengths: Sequence[Sequence[int]]) -> Iterator[tuple[slice, Se
 
 
 def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> SegmentTrainer:
-    """The trainer of a recipe."""
-    model, tokenizer = load(model_args, data_args, args)
-    arguments: dict[str, Any] = {
+    """Return the trainer of a recipe."""
+    model, tokenizer = load(model_args, args)
+    config, longest = model.config, 2**20
+    if hasattr(config, "accumulate_summaries"):
+        # A segment has its summary tokens, and positions behind all earlier summaries.
+        num_slots = args.training_substeps * args.segments_per_substep * config.num_memory_tokens
+        if config.encoder_limit is not None:
+            longest = config.encoder_limit - num_slots
+        if config.memory_tokens == "by_ratio":
+            longest = min(longest, config.num_memory_tokens * min(config.compression_ratios))
+    cutting = {
         "substeps": args.training_substeps,
         "segments_per_substep": args.segments_per_substep,
         "is_random": args.random_segments,
-        "longest_segment": _longest_segment(model.config, args.training_substeps * args.segments_per_substep),
+        "longest_segment": longest,
     }
-    trained = trainer_arguments(
-        model, tokenizer, data_args, args, "compressed", SegmentDataset, SegmentCollator, **arguments
-    )
-    return SegmentTrainer(**trained)
-
-
-def _longest_segment(config: Any, num_segments: int) -> int:
-    """Most tokens of a segment that has its summary tokens, and positions behind all earlier summaries."""
-    limits = [2**20]
-    if hasattr(config, "accumulate_summaries"):
-        if config.encoder_limit is not None:
-            limits.append(config.encoder_limit - num_segments * config.num_memory_tokens)
-        if config.memory_tokens == "by_ratio":
-            limits.append(config.num_memory_tokens * min(config.compression_ratios))
-    return min(limits)
+    recipe = (model, tokenizer, data_args, args, "compressed", SegmentDataset, SegmentCollator)
+    return SegmentTrainer(**trainer_arguments(*recipe, **cutting))

@@ -37,11 +37,10 @@ class TextRows:
         self._config, self._tokenizer, self._context_tokenizer = config, text_tokenizer(tokenizer), context_tokenizer
 
     def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The example of a row, see [`CompressionDataset`].
+        """Return the example of a row, see [`CompressionDataset`].
 
         Raises:
-            ValueError: a row without a text or passages in `context`, of another form, whose last message is not the
-                assistant's, or a conversation for a plain checkpoint.
+            ValueError: a row of another form, or a conversation for a plain checkpoint.
         """
         context = row.get("context")
         passages = [context] if isinstance(context, str) else context

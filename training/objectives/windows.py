@@ -21,14 +21,11 @@ class WindowDataset(CompressionDataset):
     """Examples whose texts to be continued are learned whole: `context_ids` is empty, and `target_ids` a window of
     `min_context_tokens` to `max_context_tokens` tokens from a random place. Of questions and summaries answers alone
     are learned. Rows with shorter texts are passed over; shorter generated documents are taken as they are.
-
-    Args:
-        data, tokenizer, num_examples, kwargs: as for `CompressionDataset`.
     """
 
-    @property
-    def _shortest_row(self) -> int:
-        return max(2, self.shortest)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.shortest_row = max(2, self.shortest)
 
     def _text_example(
         self, task: str, ids: list[int], limit: int, identifier: str, rng: random.Random, text_ends: bool = True
@@ -55,12 +52,7 @@ class WindowTrainer(CompressionTrainer):
         model: an Activation Beacon compressor.
         args ([`TrainingConfig`]): `ratio_mode` is "random"; `ratio_schedule` says what is drawn from when.
         kwargs: as for `CompressionTrainer`; batches come from `CompressionCollator(mode="full_context")`.
-
-    Raises:
-        ValueError: another method, another `ratio_mode`, or a `context_mode` other than "compressed".
     """
-
-    _collator_mode = "full_context"
 
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
         if not hasattr(model.base_model, "read_windows"):
@@ -70,11 +62,10 @@ class WindowTrainer(CompressionTrainer):
         super().__init__(model=model, args=args, **kwargs)
 
     def _check_batch(self, inputs: dict[str, Any]) -> None:
-        if "input_ids" not in inputs or "context_input_ids" in inputs:
-            raise ValueError("batches need whole texts: use CompressionCollator(mode='full_context')")
+        """Every batch of texts will do."""
 
     def window_ratios(self, num_tokens: int) -> list[tuple[str, Sequence[int]]]:
-        """The losses of a step over texts of so many tokens by name, each with the ratios of its windows."""
+        """Return the losses of a step over texts of so many tokens by name, each with the ratios of its windows."""
         ratios = self.allowed_ratios()
         if not self.model.training:
             self._metrics["eval"]["num_ratios_summed"].append(len(ratios))
@@ -95,7 +86,7 @@ class WindowTrainer(CompressionTrainer):
 
 
 def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> WindowTrainer:
-    """The trainer of a recipe."""
-    model, tokenizer = load(model_args, data_args, args)
+    """Return the trainer of a recipe."""
+    model, tokenizer = load(model_args, args)
     record_prompts(model.config, tokenizer, data_args)
     return WindowTrainer(**trainer_arguments(model, tokenizer, data_args, args, "full_context", WindowDataset))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import copy
-import json
 
 import pytest
 import torch
@@ -10,12 +9,10 @@ from transformers import LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from context_compressors.training.arguments import DataArguments
-from context_compressors.training.objectives.compression import trainer_arguments
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
 from context_compressors.training.objectives.compression_trainer import CompressionTrainer
 from context_compressors.training.objectives.distillation import DistillationTrainer
-from context_compressors.training.objectives.teacher import TeacherTrainer
 
 SOURCES = [{"generated": True, "tasks": ["question_answering", "reconstruction", "continuation"], "weight": 1}]
 
@@ -84,16 +81,6 @@ def test_loss_is_the_sum_of_every_ratios_own_cross_entropy(make_trainer, dataset
         torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
-def test_a_context_is_encoded_once_for_all_ratios(make_trainer, dataset, tokenizer):
-    trainer = make_trainer()
-    passes = []
-    backbone = trainer.model.model.encoder_backbone
-    backbone.register_forward_hook(lambda *_: passes.append(1))
-    trainer.compute_loss(trainer.model.train(), collate(tokenizer, "compressed")([dataset[0]]))
-    # One pass encodes; encoder and decoder share the base, so each ratio's reading is one more.
-    assert len(passes) == 1 + 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 def test_stock_sft_trainer_trains_with_the_collator(dataset, tokenizer, compressor, tmp_path, padding_side):
@@ -116,28 +103,6 @@ def test_stock_sft_trainer_trains_with_the_collator(dataset, tokenizer, compress
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("trainer_class", "mode"), [(CompressionTrainer, "compressed"), (DistillationTrainer, "distillation")]
-)
-def test_training_moves_exactly_the_trainable_parameters(make_trainer, dataset, trainer_class, mode):
-    trainer = make_trainer(trainer_class, mode, config={"gradient_accumulation_steps": 2, "max_steps": 4})
-    model = trainer.model
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer.train()
-    moved = {name for name, p in model.named_parameters() if not torch.equal(p.detach(), before[name])}
-    assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    part = "loss_ratio_{}" if mode == "compressed" else "kl_per_token_ratio_{}"
-    assert all(part.format(ratio) in logs[-1] for ratio in (2, 4))
-    for entry in logs:
-        assert entry["num_ratios_summed"] == 2
-        assert entry["loss"] == entry["loss_sum_over_ratios"] / 2
-    used = [dataset[index] for index in range(4 * 2 * 2)]
-    assert logs[-1]["num_context_tokens"] == sum(1 + len(example["context_ids"]) for example in used)  # BOS
-    assert logs[-1]["num_cut_tokens"] == sum(example["num_cut"] for example in used)
-
-
-@pytest.mark.slow
 def test_the_log_has_the_share_of_pads_among_the_decoders_places(make_trainer, monkeypatch):
     trainer, widths = make_trainer(config={"max_steps": 1, "gradient_accumulation_steps": 1}), []
     forward = trainer.model.model.language_model.forward
@@ -155,27 +120,6 @@ def test_the_log_has_the_share_of_pads_among_the_decoders_places(make_trainer, m
     for ratio, (num_rows, width) in zip((2, 4), widths, strict=True):
         shares.append(1 - float((texts + -(-contexts // ratio)).sum()) / (num_rows * width))
     assert trainer.state.log_history[0]["padding_share"] == pytest.approx(sum(shares) / 2)
-
-
-@pytest.mark.slow
-def test_muon_trains_the_adapters(make_trainer):
-    trainer = make_trainer(config={"optimizer": "muon"})
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    trainer.train()
-    assert any(group["muon"] for group in trainer.optimizer.param_groups)
-    assert all(not torch.equal(p.detach(), before[n]) for n, p in trainer.model.named_parameters() if p.requires_grad)
-
-
-@pytest.mark.slow
-def test_adafactor_trains_the_adapters_at_the_rate_that_is_asked_for(make_trainer):
-    trainer = make_trainer(config={"optimizer": "adafactor", "max_grad_norm": 0, "lr_scheduler_type": "constant"})
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    trainer.train()
-    groups = trainer.optimizer.param_groups
-    assert {(group["scale_parameter"], group["relative_step"], group["lr"]) for group in groups} == {
-        (True, False, trainer.args.learning_rate)
-    }
-    assert all(not torch.equal(p.detach(), before[n]) for n, p in trainer.model.named_parameters() if p.requires_grad)
 
 
 def test_random_ratio_is_drawn_from_seed_and_step(make_trainer):
@@ -294,18 +238,6 @@ def test_evaluation_gives_a_loss_for_each_ratio(make_trainer, dataset):
     assert metrics["eval_loss"] == entry["eval_loss"] == entry["eval_loss_sum_over_ratios"] / 2 == pytest.approx(mean)
 
 
-@pytest.mark.parametrize(("length", "says"), [(30, True), (200, False)])
-def test_a_run_whose_contexts_are_all_cut_says_so_at_its_start(
-    tokenizer, compressor, make_config, tmp_path, caplog, length, says
-):
-    rows = [{"context": "Nora keeps bees. " * 4, "question": "Who?", "answers": ["Nora"]}] * 3
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    sources = [{"path": str(tmp_path / "rows.jsonl"), "tasks": ["question_answering"]}]
-    data = DataArguments(sources=sources, min_context_tokens=8, max_context_tokens=length)
-    trainer_arguments(compressor, tokenizer, data, make_config(), "compressed")
-    assert ("each of the first" in caplog.text) == says
-
-
 def test_an_evaluation_weighs_all_targets_alike_in_batches_of_any_size(make_trainer, compressor, dataset):
     # So that tokens have losses of their own.
     compressor.get_input_embeddings().weight.data.mul_(60)
@@ -317,27 +249,6 @@ def test_an_evaluation_weighs_all_targets_alike_in_batches_of_any_size(make_trai
         found.append({name: value for name, value in entry.items() if "loss" in name or "accuracy" in name})
     assert {"eval_loss", "eval_loss_ratio_2", "eval_token_accuracy_ratio_4"} < found[0].keys()
     assert [pytest.approx(metrics, rel=1e-4) for metrics in found[1:]] == [found[0]] * 2
-
-
-@pytest.mark.slow
-def test_the_log_of_a_single_ratio_has_its_loss_alone(make_trainer):
-    trainer = make_trainer(config={"ratio_mode": "random", "max_steps": 1})
-    trainer.train()
-    assert not {"num_ratios_summed", "loss_sum_over_ratios"} & set(trainer.state.log_history[0])
-
-
-@pytest.mark.slow
-def test_teacher_is_trained_on_full_contexts(dataset, tokenizer, language_model, make_config):
-    before = {name: p.detach().clone() for name, p in language_model.named_parameters()}
-    trainer = TeacherTrainer(
-        model=language_model,
-        args=make_config(objective="teacher"),
-        train_dataset=dataset.as_dataset(),
-        processing_class=tokenizer,
-        data_collator=collate(tokenizer, "full_context", with_metadata=True),
-    )
-    trainer.train()
-    assert all(not torch.equal(p.detach(), before[name]) for name, p in language_model.named_parameters())
 
 
 @pytest.mark.slow
@@ -356,45 +267,3 @@ def test_nan_loss_stops_with_step_and_ids_and_the_last_checkpoint_stays(make_tra
         trainer.train()
     assert all(name in str(error.value) for name in ids)
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
-
-
-@pytest.mark.slow
-def test_weights_that_are_not_finite_are_never_saved(make_trainer, tmp_path):
-    trainer = make_trainer(config={"save_strategy": "steps", "save_steps": 1, "max_steps": 1})
-    name, parameter = next((n, p) for n, p in trainer.model.named_parameters() if p.requires_grad)
-    parameter.register_hook(lambda gradient: gradient * float("inf"))
-    with pytest.raises(ValueError, match="is not finite after step 1"):
-        trainer.train()
-    assert not list((tmp_path / "out").glob("checkpoint-*")), name
-
-
-def test_batches_of_the_wrong_mode_are_refused(make_trainer, dataset, tokenizer):
-    trainer = make_trainer()
-    with pytest.raises(ValueError, match="batches need context_input_ids"):
-        trainer.compute_loss(trainer.model, collate(tokenizer, "full_context")([dataset[0]]))
-    trainer = make_trainer(DistillationTrainer, "distillation")
-    with pytest.raises(ValueError, match="batches need full_input_ids"):
-        trainer.compute_loss(trainer.model, collate(tokenizer, "compressed")([dataset[0]]))
-
-
-def test_a_base_that_trains_is_no_teacher(make_trainer, compressor, language_model):
-    trained = compressor.model.language_model.layers[1].self_attn.q_proj.base_layer.weight.requires_grad_()
-    with pytest.raises(ValueError, match=r"such as layers\.1\.self_attn\.q_proj\..*: give a teacher"):
-        make_trainer(DistillationTrainer, "distillation")
-    assert make_trainer(DistillationTrainer, "distillation", teacher=language_model).teacher is not None
-    trained.requires_grad_(False)
-    compressor.lm_head.requires_grad_()
-    with pytest.raises(ValueError, match="weights of the base itself train"):
-        make_trainer(DistillationTrainer, "distillation")
-
-
-def test_wrong_models_and_arguments_are_refused(make_trainer, language_model, make_config, tmp_path):
-    with pytest.raises(TypeError, match="must be a compressor"):
-        CompressionTrainer(model=language_model, args=make_config())
-    with pytest.raises(TypeError, match="args must be a TrainingConfig"):
-        CompressionTrainer(model=language_model, args=SFTConfig(str(tmp_path), bf16=False, use_cpu=True))
-    with pytest.raises(ValueError, match=r"nll_weight must be a finite number, 0 or more, got -1"):
-        make_config(nll_weight=-1.0)
-    language_model.resize_token_embeddings(410)
-    with pytest.raises(ValueError, match=r"must share a vocabulary, got \d+ and 410"):
-        make_trainer(DistillationTrainer, "distillation", teacher=language_model)

@@ -41,15 +41,6 @@ def test_compressed_full_and_no_context_hold_the_same_prompt_and_target(side):
         assert ((one["labels"] == -100) | (one["attention_mask"] == 1)).all()
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_stands_on_one_side(side):
-    batch = CompressionCollator(2, 0, padding_side=side, pad_to_multiple_of=4)(EXAMPLES)
-    assert batch["context_attention_mask"].tolist() == (
-        [[0, 1, 1, 1], [0, 0, 0, 1]] if side == "left" else [[1, 1, 1, 0], [1, 0, 0, 0]]
-    )
-    assert (batch["input_ids"][batch["attention_mask"] == 0] == 2).all()
-
-
 def test_distillation_gives_both_views():
     both = CompressionCollator(2, 0, mode="distillation")(EXAMPLES)
     compressed, full = (CompressionCollator(2, 0, mode=mode)(EXAMPLES) for mode in ("compressed", "full_context"))
@@ -82,20 +73,6 @@ def test_a_text_starts_with_its_tasks_token(side):
     ]
     for one in (compressed, full, none):
         assert rows(one["labels"], one["labels"] != -100) == [[11, 9, 1], [4, 3, 1, 7, 1], [4, 3, 1, 7, 1]]
-
-
-def test_a_teacher_never_sees_task_tokens():
-    batch = CompressionCollator(2, 0, [11], mode="distillation", task_start_ids=STARTS)(EXAMPLES)
-    assert batch["input_ids"][0, 0] == 20
-    assert rows(batch["labels"], batch["labels"] != -100) == rows(batch["full_labels"], batch["full_labels"] != -100)
-    plain = CompressionCollator(2, 0, mode="full_context")(EXAMPLES)
-    assert all(torch.equal(batch[f"full_{name}"], plain[name]) for name in plain)
-
-
-@pytest.mark.parametrize("mode", ["compressed", "distillation"])
-def test_what_a_checkpoint_does_not_restore_is_left_out(mode):
-    collator = CompressionCollator(2, 0, [11], mode=mode, task_start_ids=STARTS, restored_ids=[])
-    assert rows(*[collator(EXAMPLES[:1])[name] for name in ("input_ids", "attention_mask")]) == [[20, 8, 9, 1]]
 
 
 def test_a_text_without_bos_starts_with_its_prompt():
@@ -149,12 +126,6 @@ def test_joint_gives_two_texts_about_one_context(context_mode, starts):
         assert "context_input_ids" not in batch
 
 
-def test_metadata_only_on_request():
-    assert "example_ids" not in CompressionCollator(2, 0)(EXAMPLES)
-    batch = CompressionCollator(2, 0, with_metadata=True)(EXAMPLES)
-    assert (batch["example_ids"], batch["num_cut"]) == (["a", "b"], [2, 0])
-
-
 def test_a_rows_ratio_depends_on_the_row_only():
     collator = CompressionCollator(2, 0, ratios=[2, 4, 8])
     many = [{**EXAMPLES[0], "id": str(index)} for index in range(50)]
@@ -162,32 +133,3 @@ def test_a_rows_ratio_depends_on_the_row_only():
     assert set(drawn.tolist()) == {2, 4, 8}
     assert torch.equal(collator(many[::-1])["ratio"], drawn.flip(0))
     assert not torch.equal(CompressionCollator(2, 0, ratios=[2, 4, 8], seed=1)(many)["ratio"], drawn)
-
-
-def test_a_batch_of_empty_contexts_is_all_padding():
-    batch = CompressionCollator(2, 0)([{"context_ids": [], "prompt_ids": [3], "target_ids": [1]}])
-    assert batch["context_attention_mask"].tolist() == [[0]]
-
-
-def test_from_tokenizer_takes_its_ids(tokenizer):
-    collator = CompressionCollator.from_tokenizer(tokenizer, mode="no_context")
-    assert (collator.pad_token_id, collator.start_token_id) == (tokenizer.pad_token_id, tokenizer.bos_token_id)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"mode": "compresed"}, "did you mean 'compressed'"),
-        ({"padding_side": "top"}, "unknown padding_side 'top'"),
-        ({"ratios": []}, "ratios must be one or more ints"),
-        ({"ratios": [0]}, "ratios must be one or more ints"),
-        ({"ratios": [2], "mode": "full_context"}, "ratios go with compressed contexts, not with 'full_context'"),
-        ({"ratios": [2], "mode": "joint", "context_mode": "no_context"}, "with compressed contexts"),
-        ({"context_mode": "ful_context", "mode": "joint"}, "did you mean 'full_context'"),
-        ({"context_mode": "full_context"}, "goes with mode 'joint'"),
-        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be at least 1"),
-    ],
-)
-def test_wrong_arguments_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        CompressionCollator(2, 0, **fields)

@@ -6,9 +6,7 @@ import json
 import pytest
 import torch
 
-from context_compressors import CompressedContext, CompressionTokensForCausalLM, ContextCompressionQAPipeline
-from context_compressors.data.rows import read_rows
-from context_compressors.data.sources import DataSource
+from context_compressors import CompressedContext, CompressionTokensForCausalLM
 from context_compressors.modeling.parts.prompting import cut_passages
 from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.training.arguments import DataArguments
@@ -70,34 +68,6 @@ def test_passages_are_cut_on_either_side():
     assert cut_passages(passages, 2) == [[1, 2]]
 
 
-def test_neighbouring_contexts_and_those_of_hotpotqa_may_stay_apart(tokenizer, tmp_path):
-    rows = [{"context": passage, **QUESTION} for passage in PASSAGES]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    source = {**SOURCE, "contexts_per_document": 3}
-    for separate in (False, True):
-        _, examples = examples_of(tokenizer, str(tmp_path), {**source, "separate_passages": separate}, 8)
-        found = {tuple(tokenizer.decode(ids) for ids in example["passages"] or ()) for example in examples}
-        assert (tuple(PASSAGES) in found) == separate
-        assert separate or found == {()}
-    with pytest.raises(ValueError, match=r"separate_passages of source 'rows.jsonl' keeps nothing apart"):
-        examples_of(tokenizer, str(tmp_path), {**SOURCE, "separate_passages": True})
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({**row, "context": [row["context"]]}) for row in rows))
-    _, examples = examples_of(tokenizer, str(tmp_path), source, 8)
-    assert PASSAGES in [[tokenizer.decode(ids) for ids in example["passages"] or ()] for example in examples]
-    row = {"context": {"title": ["A", "B"], "sentences": [["One. ", "Two."], ["Three."]]}, **QUESTION}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    for separate, context in ((True, ["A\nOne. Two.", "B\nThree."]), (False, "A\nOne. Two.\n\nB\nThree.")):
-        table = read_rows(DataSource(separate_passages=separate, **SOURCE), str(tmp_path))
-        assert table["context"].to_pylist() == [context]
-
-
-def test_lists_that_hold_no_texts_are_refused(tmp_path):
-    for context, reason in (([], "is an empty list in row 0"), (["a", None], "has a null"), ([1], "lists of texts")):
-        (tmp_path / "rows.jsonl").write_text(json.dumps({"context": context, **QUESTION}))
-        with pytest.raises(ValueError, match=f"column 'context' .*{reason}"):
-            read_rows(DataSource(**SOURCE), str(tmp_path))
-
-
 def test_a_batch_trains_on_what_each_passage_alone_gives(tokenizer, folder, cocom, make_config):
     dataset, examples = examples_of(tokenizer, folder)
     collator = CompressionCollator.from_model(cocom, tokenizer)
@@ -124,21 +94,3 @@ def test_a_batch_trains_on_what_each_passage_alone_gives(tokenizer, folder, coco
     text = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
     expected = sum(cocom(**text, memory=memory).loss for memory in rows)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_rows_of_texts_and_the_pipeline_take_lists_of_passages(tokenizer, cocom):
-    collator = CompressionCollator.from_model(cocom, tokenizer)
-    batch = collator([{"context": PASSAGES, "prompt": "Who?", "completion": " Bob"}])
-    pipe = ContextCompressionQAPipeline(model=cocom, tokenizer=tokenizer, device="cpu", max_new_tokens=4)
-    given = {name: batch[f"context_{name}"] for name in ("input_ids", "attention_mask", "chunk_lengths")}
-    expected, found = cocom.compress(**given), pipe.compress([PASSAGES])
-    torch.testing.assert_close(found.embeddings, expected.embeddings)
-    assert pipe.document_ids([PASSAGES]) == batch["context_input_ids"].tolist()
-    assert pipe("Who?", context=[PASSAGES]) == [pipe("Who?", memory=found)]
-    assert pipe("Who?", context=[PASSAGES])[0] == pipe("Who?", context=PASSAGES, join=True)
-    several = pipe.compress([PASSAGES, "A text."], max_tokens=9)
-    assert several.num_context_tokens.tolist()[0] == 9
-    with pytest.raises(TypeError, match="`context` must be a text"):
-        pipe("Who?", context=[[1]])
-    with pytest.raises(ValueError, match="a text or a list of passages, got"):
-        collator([{"context": [], "prompt": "Who?", "completion": " Bob"}])

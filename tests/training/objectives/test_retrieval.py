@@ -13,16 +13,15 @@ from transformers import AutoModelForTextEncoding, AutoTokenizer
 
 from context_compressors import DeCALConfig, DeCALForRetrieval
 from context_compressors.data.document_ids import TrainingDocuments, document_id
-from context_compressors.data.retrieval_sources import JudgedQueries, RetrievalCollection, RetrievalSource, TextEncoder
+from context_compressors.data.retrieval_sources import JudgedQueries, RetrievalCollection
 from context_compressors.evaluation.retrieval import evaluate_retrieval
 from context_compressors.modeling.parts.late_interaction import chamfer
-from context_compressors.training.arguments import DataArguments, parse_recipe
+from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.retrieval import (
     RetrievalCollator,
     RetrievalPairs,
     RetrievalTrainer,
     contrastive_loss,
-    gathered,
 )
 from context_compressors.training.train import main
 
@@ -70,58 +69,6 @@ def test_a_collection_holds_its_texts_and_its_relevant_pairs(write_tables):
     assert collection.query(2) == "When does a badger sleep?"
 
 
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
-        ({"queries": {"id": ["q0", "q0"], "query": ["a", "b"]}}, "the id 'q0' of the queries stands twice"),
-        ({"corpus": {"id": ["d0"], "txt": ["a"]}}, "a text in 'text', got 'd0' and None; did you mean 'txt'"),
-        ({"corpus": {"id": ["d0", "d1"], "text": ["a", None]}}, "row 1 .* a text in 'text', got 'd1' and None"),
-        ({"queries": {"id": ["q0"], "query": [7]}}, "a text in 'query', got 'q0' and 7"),
-        ({"relevance": {"query_id": ["q0"], "doc_id": ["x"]}}, "names 'x', which the corpus do not have"),
-        ({"relevance": {"query_id": ["q0"], "doc_id": ["d0"], "score": [0]}}, "has no relevant pair"),
-        (
-            {"relevance": {"query_id": ["q0"] * 2, "doc_id": ["d0", "d1"], "score": [1, None]}},
-            r"'relevance\.parquet': the score in row 1 .* must be a number, got None",
-        ),
-        (
-            {"relevance": {"query_id": ["q0"] * 2, "doc_id": ["d0", "d1"], "score": ["1", "high"]}},
-            "the score in row 1 .* must be a number, got 'high'",
-        ),
-    ],
-)
-def test_tables_that_do_not_fit_are_named(write_tables, tables, message):
-    folder = write_tables(**tables)
-    with pytest.raises(ValueError, match=message):
-        RetrievalCollection(SOURCE, folder)
-
-
-@pytest.mark.parametrize("scores", [[0.5, 1.0, -1.0], ["0.5", "1.0", "-1"]])
-def test_what_has_a_score_above_zero_is_relevant(write_tables, scores):
-    folder = write_tables(relevance={"query_id": ["q0"] * 3, "doc_id": ["d0", "d1", "d2"], "score": scores})
-    assert RetrievalCollection(SOURCE, folder).pairs == [(0, 0), (0, 1)]
-    assert JudgedQueries(SOURCE, folder).grades == [{"d0": 0.5, "d1": 1}]
-
-
-def test_a_wrong_source_is_named():
-    with pytest.raises(ValueError, match="there is no 'relevance'"):
-        RetrievalSource.from_mapping({name: SOURCE[name] for name in ("corpus", "queries")})
-    with pytest.raises(ValueError, match="field of the corpus: 'pth'; did you mean 'path'"):
-        RetrievalSource.from_mapping({**SOURCE, "corpus": {"pth": "x"}})
-    with pytest.raises(ValueError, match="exactly one of name and path"):
-        RetrievalSource.from_mapping({**SOURCE, "corpus": {}})
-    with pytest.raises(ValueError, match="a source of retrieval must be a mapping, got 'x'"):
-        RetrievalSource.from_mapping("x")
-
-
-def test_texts_are_as_the_tokenizer_gives_them_and_cut_texts_are_counted(tokenizer):
-    text = "When does a badger sleep?"
-    whole = tokenizer(text).input_ids
-    assert TextEncoder(tokenizer, 64)(text) == (whole, 0)
-    assert TextEncoder(tokenizer, len(whole) - 2)(text) == (whole[:-2], 2)
-    with pytest.raises(ValueError, match="max_tokens must be above"):
-        TextEncoder(tokenizer, 0)
-
-
 def test_a_batch_is_padded_and_keys_tell_equal_texts(tokenizer, write_tables):
     data = RetrievalPairs(DataArguments(sources=[SOURCE, SOURCE], data_dir=write_tables()), tokenizer)
     assert len(data) == 2 * 9
@@ -162,16 +109,6 @@ def test_contrastive_loss_is_the_loop_over_queries(first):
     loss = contrastive_loss(scores, query_keys, document_keys, first, temperature=0.5)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(torch.autograd.grad(loss, scores)[0], gradient)
-
-
-def test_a_batch_of_one_document_has_nothing_to_learn():
-    keys = torch.tensor([1, 1, 1])
-    assert contrastive_loss(torch.randn(3, 3), keys, torch.arange(3)) == 0
-
-
-def test_one_process_gathers_its_own_rows():
-    rows = (torch.randn(2, 3, 4), torch.ones(2, 3), torch.arange(2))
-    assert all(mine is theirs for mine, theirs in zip(gathered(*rows), rows, strict=True))
 
 
 # --- training ---
@@ -254,39 +191,3 @@ def test_the_loss_adds_up_over_ratios_and_every_weight_trains(tokenizer, write_t
     trainer.train()
     for name, parameter in model.named_parameters():
         assert not parameter.equal(before[name]), name
-
-
-def test_what_a_trainer_cannot_do_is_refused(tokenizer, write_tables, base_folder, make_config):
-    folder = write_tables()
-    with pytest.raises(ValueError, match="ratio_mode must be 'all'"):
-        new_trainer(tokenizer, folder, make_config, ratio_mode="random")
-    with pytest.raises(TypeError, match="encode method, got Linear"):
-        RetrievalTrainer(model=torch.nn.Linear(1, 1), args=make_config())
-    with pytest.raises(ValueError, match="contrastive_temperature must be a finite number above 0, got 0"):
-        make_config(contrastive_temperature=0)
-    for fields, message in (
-        ({"method": "gmsa"}, "method of the objective retrieval: 'gmsa'"),
-        ({"method": None}, "method of the objective retrieval: 'mean_pooling'"),
-        ({"sources": []}, "there are no sources"),
-        (
-            {"eval_sources": [SOURCE]},
-            "eval_sources .* not to retrieval: measure rankings with `evaluate-retrieval`",
-        ),
-        ({"length_schedule": [[0.0, 32]]}, "length_schedule .* not to retrieval: leave it out"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            main([recipe(folder, base_folder, **fields), "--output_dir", folder])
-
-
-def test_recipes_hold_the_papers_numbers():
-    given = ["--checkpoint", "x", "--use_cpu", "true"]
-    model, data, args = parse_recipe(["decal/decal.yaml", "decal/retrieval.yaml", *given])
-    assert args.objective == "retrieval"
-    assert args.max_steps * args.per_device_train_batch_size * 8 == 12_000_000
-    assert (args.optimizer, args.learning_rate) == ("adafactor", 1e-3)
-    assert (model.model_config, model.method_config, model.checkpoint) == (None, None, "x")
-    assert RetrievalSource.from_mapping(data.sources[0]).corpus.name == "mteb/msmarco"
-    small = parse_recipe(["embedded/decal.yaml", "decal/small/retrieval.yaml", *given])
-    assert small[2].objective == "retrieval"
-    source = RetrievalSource.from_mapping(small[1].sources[0])
-    assert all("test" not in table.label for table in (source.corpus, source.queries, source.relevance))

@@ -83,27 +83,6 @@ def test_a_plain_checkpoint_learns_texts_as_they_stand_and_one_question_in_its_o
         assert (ids, learned) == ([*start, *encode(tokenizer, "\nWho? It is"), *learned_ids], learned_ids)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (
-            {"context": None, "prompt": "a", "completion": "b"},
-            "needs its document in `context`, a text or a list of passages, got None",
-        ),
-        (
-            {"question": "a"},
-            r"needs `messages`, or `prompt` and .*, got the columns \['context', 'question'\]",
-        ),
-        ({"messages": []}, "needs `messages`, or `prompt` and `completion`"),
-        ({"messages": CONVERSATION[:2]}, "the last message must be the assistant's"),
-        ({"messages": LONGER}, "a conversation of 5 messages trains in the tokenizer's chat template"),
-    ],
-)
-def test_rows_of_another_form_are_refused(compressor, tokenizer, row, message):
-    with pytest.raises(ValueError, match=message):
-        collated(compressor, tokenizer, row)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["messages", "prompt"])
 def test_the_stock_trainer_trains_rows_as_they_stand(chat, tokenizer, tmp_path, form):
