@@ -62,7 +62,7 @@ def copied(small_checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-def test_a_method_touches_seven_places_and_the_checklist_names_the_same():
+def test_a_method_touches_few_places_and_the_checklist_names_the_same():
     blocks = [content for language, content in BLOCKS if language != "console"]
     touched = [FILES.match(content)[1].replace("window_end", "<method>") for content in blocks]
     assert len(touched) == len(set(touched)), "one block for each place"
@@ -72,7 +72,7 @@ def test_a_method_touches_seven_places_and_the_checklist_names_the_same():
         [
             "configuration/configuration_<method>.py",
             "modeling/modeling_<method>.py",
-            "configuration/methods.py",
+            *("configuration/methods.py", "context_compressors/__init__.py"),
             *("tests/modeling/tiny_models.py", own_tests),
             "training/recipes/<method>/small.yaml",
             "hub_cards/<method>.md",
@@ -108,7 +108,8 @@ def test_nothing_but_the_register_knows_the_names_of_methods():
         str(path.relative_to(ROOT)): names_in(path.read_text(encoding="utf-8"))
         for folder in FOLDERS.values()
         for path in (ROOT / folder).rglob("*.py")
-        if not own.match(path.stem)
+        # The package's imports for type checkers name the public classes once more.
+        if not own.match(path.stem) and path != ROOT / "context_compressors" / "__init__.py"
     }
     assert len(files) > 100
     modules = {name for found in files.values() for name in found if own.fullmatch(name)}

@@ -33,6 +33,7 @@ from __future__ import annotations
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Methods that make a compressor of a base, which a checkpoint is already.
 _LEFT_OUT = {"from_base", "link_base"}
+_THIS_FILE = Path(__file__).resolve()
 # Stands for a line that is left out.
 _GONE = b"\0"
 
@@ -105,9 +106,13 @@ class _Statement:
     reads: set[str] = field(default_factory=set)
     # Names that it binds for itself: arguments, variables of functions, attributes of classes.
     own: set[str] = field(default_factory=set)
+    # Names, imports and definitions in it.
+    nodes: list[ast.AST] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for node in ast.walk(self.node):
+            if isinstance(node, (ast.Name, ast.ImportFrom, *_DEFINITIONS)):
+                self.nodes.append(node)
             if isinstance(node, ast.Name):
                 self.reads.add(node.id)
                 if isinstance(node.ctx, ast.Store):
@@ -182,15 +187,15 @@ def _read(path: Path) -> _Module:
             for inner in node.body:
                 module.note_import(inner, is_first=False)
             continue
-        for local in ast.walk(node):
-            if isinstance(local, ast.ImportFrom) and local.level:
-                module.note_import(local, is_first=False)
         if isinstance(node, ast.ClassDef):
             module.leave_out_methods(node)
         module.is_optional |= isinstance(node, ast.Try)
         while not module.lines[start].strip():
             start += 1
         statement = _Statement(node, start)
+        for local in statement.nodes:
+            if isinstance(local, ast.ImportFrom) and local.level:
+                module.note_import(local, is_first=False)
         module.statements.append(statement)
         module.defined.update(dict.fromkeys(statement.names, statement))
     return module
@@ -275,7 +280,7 @@ class _JoinedCode:
         if origin is None or not isinstance(origin.source, Path):
             return origin
         original, source = origin.name, self.modules[origin.source]
-        if source.path == Path(__file__).resolve() and original == write_code.__name__:
+        if source.path == _THIS_FILE and original == write_code.__name__:
             original = copy_code.__name__
         if original not in source.defined and original not in source.imported:
             raise ValueError(f"{module.path} imports {original!r}, which {source.path} does not define")
@@ -339,7 +344,7 @@ class _JoinedCode:
             raise ValueError(f"{module.path}: {sorted(clashes)} must be renamed in one of the modules that define it")
         lines = list(module.lines)
         edits = []
-        for node in ast.walk(statement.node):
+        for node in statement.nodes:
             if isinstance(node, ast.ImportFrom) and node.level:
                 self._edit_import(module, node, lines)
             elif isinstance(node, ast.Name) and node.id in renamed:
