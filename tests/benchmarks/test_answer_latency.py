@@ -35,25 +35,6 @@ def test_a_setting_is_the_papers_on_a_gpu_and_small_on_a_cpu(script):
     assert (long.shape, long.lengths, long.batch_sizes) == ("qwen2-7b", [32768], [2])
 
 
-def test_compiled_decoding_needs_a_static_cache(script, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        script("answer_latency.measure").parse(["--compile"])
-    assert "--compile needs --static-cache" in capsys.readouterr().err
-
-
-def test_a_named_shape_has_room_for_the_context(script):
-    parse, shape_config = script("answer_latency.measure").parse, script("common.tools").shape_config
-    config = shape_config(parse(["--shape", "llama-2-7b"]), 5000)
-    assert (config.num_hidden_layers, config.vocab_size, config.max_position_embeddings) == (32, 32000, 5000)
-    overhead = script("compression_overhead.measure").build_parser().parse_args(["--shape", "llama-3.2-1b"])
-    config = shape_config(overhead, 4096)
-    assert (config.num_key_value_heads, config.intermediate_size) == (8, 8192)
-    # What the result file says.
-    assert (overhead.hidden_size, overhead.layers, overhead.head_dim, overhead.vocab_size) == (2048, 16, 64, 128256)
-    with pytest.raises(ValueError, match=r"t5-v1\.1-large is an encoder-decoder"):
-        shape_config(parse(["--shape", "t5-v1.1-large"]), 100)
-
-
 @pytest.mark.slow
 def test_the_papers_setting_runs_small_on_a_cpu(script, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     latency, output = script("answer_latency.measure"), tmp_path / "latency.json"
@@ -76,34 +57,6 @@ def test_the_papers_setting_runs_small_on_a_cpu(script, tmp_path: Path, capsys: 
     printed = capsys.readouterr().out
     assert "break-even reads" in printed
     assert f" {full / (memory + compression):.2f} " in printed
-
-
-@pytest.mark.slow
-def test_layers_of_the_encoder_are_gmsas_alone(script, capsys: pytest.CaptureFixture[str]):
-    tools, latency = script("common.tools"), script("answer_latency.measure")
-    models = [tools.random_compressor("gmsa", llama(), [4], "float32", CPU, layers) for layers in (None, 3)]
-    assert [model.config.encoder_layers for model in models] == [1, 3]
-    sizes = [*TOY, "--layers", "4"]
-    for method, encoder_layers, message in (
-        ("icae", "2", "--encoder-layers is for GMSA and TCP-AE: icae encodes with all layers"),
-        ("gmsa", "5", "encoder_layers"),
-    ):
-        assert latency.main([*sizes, "--method", method, "--encoder-layers", encoder_layers]) == 1
-        assert message in capsys.readouterr().err
-
-
-def test_sizes_that_do_not_fit_are_left_out_and_named(
-    script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    latency, output = script("answer_latency.measure"), tmp_path / "latency.json"
-
-    def no_room(*arguments):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(latency, "measure", no_room)
-    assert latency.main([*TOY, "--lengths", "16", "--batch-sizes", "8", "--output", str(output)]) == 0
-    assert json.loads(output.read_text())["rows"] == [{"num_tokens": 16, "batch_size": 8, "out_of_memory": True}]
-    assert "8 contexts of 16 tokens do not fit into the memory" in capsys.readouterr().err
 
 
 # --- compiled decoding ---

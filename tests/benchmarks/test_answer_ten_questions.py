@@ -13,7 +13,7 @@ from context_compressors.demo import load
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.modeling.parts.chat_template import opening_ids
-from context_compressors.modeling.parts.prompting import decoder_document_ids, full_context_ids, question_ids
+from context_compressors.modeling.parts.prompting import full_context_ids, question_ids
 
 CHAT = (
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
@@ -74,15 +74,6 @@ def test_answers_from_a_kept_cache_are_those_of_generate(script, checkpoint: Pat
     assert 0 < reader.num_bytes // (2 * 2 * 8 * 4) - places < 60
 
 
-def test_a_page_is_the_demos_pages_again_and_again(script, checkpoint: Path):
-    benchmark, pipe = script("answer_ten_questions.measure"), load(checkpoint, torch.float32, torch.device("cpu"))
-    text = "\n\n".join(page.text for page in benchmark.read_pages())
-    whole = decoder_document_ids(pipe.model.config, pipe.tokenizer, text)
-    assert benchmark.page_of(pipe, 50, QUESTIONS, 6) == whole[:50]
-    pipe.model.config.decoder_config.max_position_embeddings = 10**6
-    assert benchmark.page_of(pipe, len(whole) + 7, QUESTIONS, 6) == [*whole, *whole[:7]]
-
-
 def test_medians_are_taken_of_what_people_wait_for(script):
     found = [
         {"compression": 1.0, "reading": 2.0, "answers": [4.0, 5.0, 6.0, 10.0]},
@@ -137,25 +128,3 @@ def _slots(num_tokens: int, ratio: int) -> int:
     """Slots of chunks of 128 tokens."""
     chunks = [128] * (num_tokens // 128) + [num_tokens % 128]
     return sum(-(-chunk // ratio) for chunk in chunks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", ["chat"], indirect=True)
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ratios", "3"], "3"),
-        (["--new-tokens", "5000"], "the base has 1024 positions"),
-        (["--questions", "500"], "--questions must be at most 28"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_before_anything_is_written(
-    script, checkpoint: Path, arguments, message, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    output = tmp_path / "ten.json"
-    arguments = [*arguments, "--checkpoint", str(checkpoint), "--lengths", "64", "--output", str(output)]
-    assert script("answer_ten_questions.measure").main(["--device", "cpu", *arguments]) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ")
-    assert message in error
-    assert not output.exists()

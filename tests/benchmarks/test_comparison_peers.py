@@ -5,7 +5,6 @@ kvpress and llmlingua are stood in for by classes with the fields, arguments and
 llmlingua 0.2.2.
 """
 
-import copy
 import json
 import shutil
 import sys
@@ -219,24 +218,6 @@ def written_with_places_hidden(
     return written
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "fields"),
-    [
-        ("streamingllm", "StreamingLLMPress", {"n_sink": 4}),
-        ("snapkv", "SnapKVPress", {"window_size": 32}),
-        ("expected_attention", "ExpectedAttentionPress", {}),
-        ("knorm", "KnormPress", {}),
-        ("tova", "TOVAPress", {}),
-    ],
-)
-def test_presses_are_those_of_their_names(peers, kvpress, base: Path, tokenizer, name: str, kind: str, fields: dict):
-    for system in (name, f"{name}_aware"):
-        options = ["--reader", str(base), "--base", str(base), "--questions", "-", "--ratios", "2", "--output", "-"]
-        made = peers.make_system(peers.build_parser().parse_args(["--system", system, *options]), tokenizer)
-        assert made.press == getattr(kvpress, kind)(**fields)
-        assert made.is_aware == (system != name)
-
-
 @pytest.mark.parametrize("is_aware", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2, 9, 50, 128, 129, 255, 384])
 def test_a_press_keeps_a_place_for_ratio_tokens_beside_opening_and_question(
@@ -257,13 +238,6 @@ def test_a_press_keeps_a_place_for_ratio_tokens_beside_opening_and_question(
     assert len(system.press.read) == 1
 
 
-def test_positions_and_bytes_of_a_press_are_those_that_it_left(peers, kvpress, reader):
-    system, asked = peers.Press("tova", reader), question(100)
-    system.press.more = 5
-    (cache, _, _), kept, memory_bytes = system.compress(asked, system.read(asked), 4)
-    assert (kept, memory_bytes) == (30, bytes_of(cache, 3))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["snapkv", "snapkv_aware"])
 def test_a_question_counts_on_behind_the_whole_context_and_sees_what_is_left_of_it(peers, kvpress, reader, name: str):
@@ -280,14 +254,6 @@ def test_a_question_counts_on_behind_the_whole_context_and_sees_what_is_left_of_
     for fields, count in (({}, written[8].index(eos) + 1), ({"whole_length": True}, 12)):
         state, *_ = system.compress(asked, read, 8)
         assert system.answer({**asked, "eos_token_id": eos, **fields}, state) == written[8][:count]
-
-
-def test_a_press_is_off_where_answers_are_read(peers, kvpress, reader):
-    system, asked = peers.Press("streamingllm", reader), question(60)
-    (cache, rest, position), kept, _ = system.compress(asked, system.read(asked), 4)
-    system.answer(asked, (cache, rest, position))
-    # All but the last of what was written has been read.
-    assert cache.get_seq_length() == 3 + kept + len(rest) + 11
 
 
 def write_question(folder: Path, tokenizer) -> dict[str, Any]:
@@ -328,19 +294,6 @@ def test_llmlingua_is_asked_for_as_many_tokens_as_others_and_its_text_is_read(
         assert line["answer"] == tokenizer.decode(found[0, row.shape[1] :], skip_special_tokens=True).strip()
 
 
-def test_positions_of_llmlingua_are_the_readers_tokens_and_bytes_those_of_the_text(
-    peers, llmlingua, base: Path, tokenizer, tmp_path: Path
-):
-    asked, of_reader = write_question(tmp_path, tokenizer), copy.deepcopy(tokenizer)
-    # Long tokens: a byte is no token any more.
-    of_reader.add_tokens(["The mill stands", "built by"])
-    system = peers.LLMLingua("llmlingua", SimpleNamespace(dtype=torch.float32, device="cpu"), of_reader, str(base))
-    ids, kept, memory_bytes = system.compress(asked, None, 1)
-    assert of_reader.decode(ids) == asked["context"]
-    assert (kept, memory_bytes) == (len(ids), len(asked["context"].encode()))
-    assert kept == memory_bytes - len("The mill stands") - len("built by") + 2
-
-
 def test_llmlingua_goes_on_behind_keys_and_values_that_it_cut(peers, llmlingua, reader, tokenizer, tmp_path: Path):
     reader.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -359,22 +312,6 @@ def test_llmlingua_goes_on_behind_keys_and_values_that_it_cut(peers, llmlingua, 
         assert [tensor.shape[2] for pair in cut for tensor in pair] == [start] * 4
     mean = compressor.get_ppl("", granularity="sentence", input_ids=ids, attention_mask=mask)
     torch.testing.assert_close(mean, whole.mean())
-
-
-def test_what_is_read_stands_where_the_model_is(peers):
-    """The meta device stands in for an accelerator."""
-
-    class Model:
-        device, read = torch.device("meta"), []
-
-        def __call__(self, ids, past_key_values, position_ids, logits_to_keep):
-            assert ids.device == position_ids.device == self.device
-            self.read.append(ids.shape[1])
-            return SimpleNamespace(logits=torch.nn.functional.one_hot(torch.tensor([[len(self.read)]]), 9).float())
-
-    model = Model()
-    assert peers.greedy(model, None, [5, 6, 7], 0, {"eos_token_id": 3, "max_new_tokens": 8}) == [1, 2, 3]
-    assert model.read == [3, 1, 1]
 
 
 def answers_of(path: Path) -> list[dict]:

@@ -9,9 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
-
-from context_compressors.cli import loading
 
 ROOT = Path(__file__).resolve().parents[2]
 # A job writes when it begins and ends, and its own file last. `waits` are files that it waits for.
@@ -104,13 +101,6 @@ def test_systems_are_done_side_by_side_and_what_a_stop_or_a_failure_left_is_done
     assert sorted(events(tmp_path)[len(first) :]) == sorted(
         ["+b/1", "-b/1", "+c/1", "-c/1", "+page", "-page", "+page", "-page"]
     )
-
-
-@pytest.mark.parametrize("option", ["--side-by-side", "--rounds", "--questions", "--steps"])
-def test_counts_below_one_are_refused(script, option: str, capsys):
-    with pytest.raises(SystemExit):
-        script("comparison.run").build_parser().parse_args(["--data", "data", "--output", "out", option, "0"])
-    assert f"argument {option}" in capsys.readouterr().err.replace("-n/", "")
 
 
 def states(systems) -> dict[str, bool]:
@@ -217,128 +207,3 @@ def test_what_is_published_is_not_done_again_unless_that_is_asked_for(
     # Of more seeds there is nothing, and another reader's answers are others.
     assert systems("--seeds", "1", "2") == everything
     assert systems("--reader", "other") - {"reader"} == everything
-
-
-def test_everything_runs_on_an_accelerator_where_there_is_one_and_takes_nothing_from_a_cpu(
-    script, comparison, base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(script("comparison.plan"), "PUBLISHED", tmp_path / "comparison.json")
-    content = {"settings": comparison(tmp_path).table, "reader": "base", "rows": []}
-    for device in ("cuda", "cpu"):
-        monkeypatch.setattr(loading, "default_device", lambda device=device: device)
-        systems, own = (comparison(tmp_path, "--base", str(base), "--device", given) for given in ("auto", "cpu"))
-        systems.questions.mkdir(exist_ok=True)
-        (systems.questions / "budget.json").write_text(json.dumps({"run": {"steps": 4}}))
-        assert (systems.device, own.device) == (device, "cpu")
-        assert ("smollm2/cpu.yaml" in systems.training_command("icae", 1, 1e-3, tmp_path)) == (device == "cpu")
-        jobs = {job.name: job for stage in systems.stages() for jobs in stage for job in jobs}
-        for name in ("icae/seed_1/question_answering", "peers/cut", "peers/restored"):
-            command = jobs[name].command()
-            assert command[command.index("--device") + 1] == device
-        (tmp_path / "comparison.json").write_text(json.dumps(content | {"device": device}))
-        assert bool(comparison(tmp_path).published)
-        assert bool(comparison(tmp_path, "--device", "cpu").published) == (device == "cpu")
-    # Of before files named it.
-    (tmp_path / "comparison.json").write_text(json.dumps(content))
-    assert comparison(tmp_path).published
-
-
-def test_rounded_memories_and_more_ratios_are_asked_of_the_checkpoint_that_is_there(comparison, base, tmp_path: Path):
-    systems = comparison(tmp_path, "--base", str(base))
-    found = {job.name: job.command() for stage in systems.stages() for jobs in stage for job in jobs}
-    answers = "seed_1/question_answering"
-    trained = str(systems.run_folder("ranked_key_values", 1) / "run")
-    whole, more, rounded = (
-        found[name]
-        for name in (
-            f"ranked_key_values/{answers}",
-            f"ranked_key_values/{answers}_at_16_32",
-            f"ranked_key_values_int4/{answers}",
-        )
-    )
-    assert all(
-        command[:4] == ["-m", "context_compressors.cli", "evaluate", trained] for command in (whole, more, rounded)
-    )
-    assert "--ratios" not in whole
-    assert more[more.index("--memory-dtype") + 1] == "bfloat16"
-    assert "--ratios 16 32 --allow-untrained-ratio" in " ".join(more)
-    assert "--ratios 4 8 16 32 --allow-untrained-ratio --memory-dtype int4" in " ".join(rounded)
-    times = {job.name: job.command() for job in systems.timed()}
-    assert {f"peers/{name}/times" for name in systems.table["peers"]} < set(times)
-    # Without a training what is timed is made for it; int4 is timed on the same, at the table's ratios alone.
-    made, whole, rounded = (times[f"ranked_key_values{end}"] for end in ("/times/checkpoint", "/times", "_int4/times"))
-    assert made[2] == "make_timed"
-    assert str(systems.peers / "times" / "ranked_key_values") in whole
-    assert "--ratios 2 4 8 --output" in " ".join(whole)
-    assert "--ratios 4 8 --output" in " ".join(rounded)
-    assert all("--whole-length" in times[name] for name in times if not name.endswith("/checkpoint"))
-    Path(trained).mkdir(parents=True)
-    Path(trained, "tokenizer_config.json").touch()
-    times = {job.name: job.command() for job in systems.timed()}
-    assert trained in times["ranked_key_values/times"]
-    assert trained in times["ranked_key_values_int4/times"]
-
-
-def test_systems_have_fields_ratios_and_an_encoder_of_their_own(
-    script, comparison, base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(script("comparison.plan"), "PUBLISHED", tmp_path / "comparison.json")
-    options = ("--base", str(base), "--rounds", "1", "2")
-    systems = comparison(tmp_path, *options)
-    systems.questions.mkdir()
-    (systems.questions / "budget.json").write_text(json.dumps({"run": {"steps": 4}}))
-    *_, changes = systems.recipe_of("mean_pooling_4x")
-    wanted = {"method_config": {"compression_ratios": [4]}, "ratio_schedule": None}
-    assert yaml.safe_load(Path(changes).read_text()) == wanted
-    with pytest.raises(ValueError, match=r"xrag reads with a sentence encoder.* --encoder"):
-        systems.training_command("xrag", 1, 1e-3, tmp_path)
-    given = comparison(tmp_path, *options, "--encoder", "minilm")
-    command = given.training_command("xrag", 1, 1e-3, tmp_path)
-    assert command[command.index("--encoder") + 1] == "minilm"
-    assert "--encoder" not in given.training_command("mean_pooling", 1, 1e-3, tmp_path)
-    found = {job.name: " ".join(job.command()) for stage in systems.stages() for jobs in stage for job in jobs}
-    for name, ratios in (
-        ("mean_pooling_4x/seed_1/question_answering", "4"),
-        ("mean_pooling_semi_dynamic/seed_1/question_answering_at_auto", "auto"),
-        ("xrag/seed_1/question_answering", "180"),
-    ):
-        assert f"--ratios {ratios} --allow-untrained-ratio --memory-dtype" in found[name]
-    assert "--ratios " not in found["mean_pooling_semi_dynamic/seed_1/question_answering"]
-
-    rows = [
-        {"system": "mean_pooling_semi_dynamic", "ratio": ratio, **of_set}
-        for ratio in (2, 4, 8, "auto")
-        for of_set in ({"set": "mean", "num_questions": 8}, {"set": "squad", "by_question": [[100.0]]})
-    ]
-    for count, is_published in ((8, True), (6, False)):
-        content = {"settings": {**systems.table, "budget": {}}, "reader": "base", "rows": rows[:count]}
-        (tmp_path / "comparison.json").write_text(json.dumps(content))
-        assert comparison(tmp_path, *options).is_published("mean_pooling_semi_dynamic") == is_published
-
-
-def test_a_system_behind_another_goes_on_from_its_run_when_that_has_answered(comparison, tmp_path: Path):
-    systems = comparison(tmp_path, "--seeds", "1", "2", "--again")
-    systems.questions.mkdir()
-    (systems.questions / "budget.json").write_text(json.dumps({"run": {"steps": 4}}))
-    first, *seeds = list(systems.stages())[1:]
-    names = [[job.name for job in jobs] for stage in (first, *seeds) for jobs in stage]
-    of_lloco = [jobs for jobs in names if any(name.startswith("lloco/") for name in jobs)]
-    assert [jobs[0] for jobs in of_lloco] == ["autocompressor/seed_1/trial_0.0005", "autocompressor/seed_2/run"]
-    assert of_lloco[0].index("autocompressor/seed_1/reconstruction") + 1 == of_lloco[0].index(
-        "lloco/seed_1/trial_0.0005"
-    )
-    assert of_lloco[1][-3:] == [f"lloco/seed_2/{job}" for job in ("run", "question_answering", "reconstruction")]
-    command = systems.training_command("lloco", 2, 1e-3, tmp_path)
-    assert command[command.index("--base") + 1] == "null"
-    assert command[command.index("--checkpoint") + 1] == str(systems.run_folder("autocompressor", 2) / "run")
-    assert "--checkpoint" not in systems.training_command("autocompressor", 2, 1e-3, tmp_path)
-
-
-def test_what_is_not_trained_answers_longer_contexts_too(script, comparison, base, tmp_path: Path):
-    plan = script("comparison.plan")
-    systems = plan.Comparison(comparison(tmp_path, "--base", str(base)).arguments, plan.read_table("full"))
-    jobs = [job for stage in systems.stages() for jobs in stage for job in jobs if "/question_answering" in job.name]
-    long = {job.name.partition("/")[0] for job in jobs if "narrativeqa_long" in " ".join(job.command())}
-    untrained = {name for name, entry in systems.table["family"].items() if not entry.get("trains", True)}
-    assert untrained <= long
-    assert long - untrained == {"ranked_key_values_fitted_int2"}

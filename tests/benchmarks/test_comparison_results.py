@@ -83,22 +83,6 @@ def test_methods_that_are_not_above_no_context_are_named(script, comparison, tok
     assert "not significantly above no context at any ratio: GMSA." in page.page(content)
 
 
-def test_where_the_full_text_is_no_better_than_none_there_is_no_retention(
-    script, comparison, tokenizer, tmp_path: Path
-):
-    results, systems = script("comparison.results"), comparison(tmp_path)
-    ask(systems, tokenizer)
-    right, wrong = [f"Nora Zill {number}" for number in range(12)], ["bees"] * 12
-    write_answers(systems.peers, "no_context", 0, [*right[:6], *wrong[6:]], systems.table)
-    for title, answers in (("squad", [*right[:3], *wrong[3:]]), ("nq", right)):
-        of_set = {"sets": {title: systems.table["sets"][title]}}
-        write_answers(systems.peers, "full_context", 1, answers, of_set)
-    write_answers(systems.peers, "cut", 4, right, systems.table)
-    found = {row["set"]: row["scores"] for row in results.gather(systems)["rows"] if row["system"] == "cut"}
-    assert [title for title, scores in found.items() if "retention" in scores] == ["nq"]
-    assert found["nq"]["retention"] == 100
-
-
 @pytest.mark.slow
 def test_published_rows_stay_until_as_much_is_answered_again(
     script, comparison, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -148,25 +132,6 @@ def test_published_rows_stay_until_as_much_is_answered_again(
     row = next(row for row in content["rows"] if (row["system"], row["set"]) == ("bm25", "mean"))
     assert row["scores"]["f1"] == 0, "all of it is answered again"
     assert row["costs"]["answer_seconds"] == 0.2, "not timed again"
-
-
-def test_rounded_memories_of_a_checkpoint_that_was_trained_anew_are_not_kept(
-    script, comparison, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    results, plan, page = (script(f"comparison.{name}") for name in ("results", "plan", "page"))
-    first, second = (comparison(tmp_path / name) for name in ("first", "second"))
-    found = {2: (12, 400), 4: (6, 200), 8: (3, 100), 16: (3, 50), 18: (3, 50), 32: (3, 50), 37: (3, 50)}
-    members = {"mean_pooling": "mean_pooling", "ranked_key_values_fitted": "ranked_key_values"}
-    rounded = {"mean_pooling_int4": "mean_pooling", "ranked_key_values_fitted_int2": "ranked_key_values"}
-    for systems, names in ((first, members | rounded), (second, members)):
-        ask(systems, tokenizer)
-        for name, model_type in names.items():
-            write_member(systems, name, model_type, found)
-    page.write(results.gather(first), tmp_path)
-    monkeypatch.setattr(plan, "PUBLISHED", tmp_path / "comparison.json")
-    assert {row["system"] for row in second.published["rows"]} == {*members, *rounded}
-    # What is fitted gives the same checkpoint again.
-    assert {row["system"] for row in results.gather(second)["rows"]} == {*members, "ranked_key_values_fitted_int2"}
 
 
 @pytest.mark.slow
