@@ -77,7 +77,7 @@ class SnapKVModel(KeyValueSelectionModel):
     def first_inputs(
         self, text: TokenRows, position_ids: Tensor | None, memory: CompressedContext | None, *args: Any, **kwargs: Any
     ) -> Any:
-        """See [`SlotReader.first_inputs`]; a memory that was compressed with a question is read with no other one."""
+        """See [`CompressorModel.first_inputs`]; a memory that was compressed with a question answers no other one."""
         if memory is not None and self.config.compresses_questions:
             check_question(memory, text.input_ids, text.attention_mask, may_go_on=True)
         return super().first_inputs(text, position_ids, memory, *args, **kwargs)

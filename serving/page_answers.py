@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 from ..evaluation.analysis.slot_origins import slot_origins
 from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
 from ..modeling.memory.compressed_context import CompressedContext
+from ..modeling.memory.key_value_memory import cache_bytes
 from ..modeling.parts.cache_name import CACHE
 from ..modeling.parts.prompting import decoder_document_ids, full_context_ids, question_ids
 from ..modeling.parts.text_ids import text_tokenizer
@@ -138,7 +139,7 @@ class PageModel:
         with torch.no_grad():
             row = torch.tensor([ids[: min(first + len(text), len(ids) - 1)]], device=self.pipe.device)
             cache = self.model(input_ids=row, use_cache=True, logits_to_keep=1)[CACHE]
-        num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        num_bytes = cache_bytes(cache)
         cost = Answer(len(text), num_bytes, time.perf_counter() - start)
         yield from self._written(cost, ids, cache=cache)
 

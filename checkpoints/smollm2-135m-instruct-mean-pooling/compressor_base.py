@@ -23,7 +23,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import InitVar, dataclass, field, fields, replace
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, BinaryIO, Self
@@ -2502,60 +2501,6 @@ def message_ids(
 _MOST_RATIO = torch.iinfo(torch.uint8).max
 
 
-@dataclass
-class HeadwisePairs:
-    """What stays of contexts where heads keep unlike numbers of pairs."""
-
-    key_values: KeyValues
-    head_ids: Tensor
-    coarsest_ratios: Tensor
-
-    @classmethod
-    def empty(
-        cls,
-        batch_size: int,
-        num_slots: int,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> HeadwisePairs:
-        """Room for pairs, filled with anything."""
-        layers, heads, head_dim = shape
-        of_pairs = (batch_size, num_slots, layers * heads)
-        size = (batch_size, heads, num_slots, head_dim)
-        states = [torch.empty(size, dtype=dtype, device=device) for _ in range(2 * layers)]
-        return cls(
-            tuple(zip(states[::2], states[1::2], strict=True)),
-            torch.empty(of_pairs, dtype=torch.int16, device=device),
-            torch.empty(of_pairs, dtype=torch.uint8, device=device),
-        )
-
-    def put(self, rows: Sequence[int], part: HeadwisePairs) -> None:
-        """Write rows into it, which may have fewer slots."""
-        for whole, tensor in zip(self._tensors(), part._tensors(), strict=True):
-            dim = 1 if whole.dim() == 3 else 2
-            whole.narrow(dim, 0, tensor.shape[dim])[rows] = tensor
-
-    def _tensors(self) -> list[Tensor]:
-        return [*chain.from_iterable(self.key_values), self.head_ids, self.coarsest_ratios]
-
-
-def coarsest_ratios(scores: Tensor, mask: Tensor) -> Tensor:
-    """The coarsest ratio at which each pair is one of the ceil(n / r) * num_heads highest of its row."""
-    # In the slot that the rank k falls into, q = k // num_heads: ceil(n / r) > q, which is r <= (n - 1) / q.
-    slots = _ranks(scores, mask) // scores.shape[1]
-    ratios = (mask.long().sum(dim=1) - 1)[:, None, None] // slots.clamp(min=1)
-    return ratios.where(slots > 0, _MOST_RATIO).clamp(min=0, max=_MOST_RATIO).to(torch.uint8)
-
-
-def _ranks(scores: Tensor, mask: Tensor) -> Tensor:
-    """The place of each pair in the order of the scores of its row, from 0 on."""
-    together = scores.masked_fill(mask[:, None] == 0, -torch.inf).flatten(1)
-    order = together.argsort(dim=1, descending=True, stable=True)
-    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, places).view_as(scores)
-
-
 def coarser_memory(memory: Any, ratio: int) -> Any:
     """See `CompressedContext.at_ratio`. That file imports this one, so that this one cannot name the class."""
     if isinstance(ratio, bool) or not isinstance(ratio, int):
@@ -2750,10 +2695,8 @@ def read_memory_file(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[s
 
 def _check_is_file(path: Path) -> None:
     """Refuse what exists and is no file: a pipe would be waited for."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder, not a memory file")
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is a pipe, a device or the like, not a memory file")
+        raise ValueError(f"{path} is a folder, a pipe or the like, not a memory file")
 
 
 def _read_header(file: BinaryIO, path: Path) -> bytes:
@@ -3262,16 +3205,8 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
     if len(memories) == 1:
         return first
     length = max(memory.attention_mask.shape[1] for memory in memories)
-    columns: list[list[Tensor]] = [[] for _ in carrier_tensors(first) + scale_tensors(first)]
-    for memory in memories:
-        places = iter(columns)
-
-        def extend(tensor: Tensor, places: Iterator[list[Tensor]] = places) -> Tensor:
-            next(places).append(pad(tensor, (0, 0, 0, length - tensor.shape[-2])))
-            return tensor
-
-        map_carrier(memory, extend)
-    joined = (torch.cat(column) for column in columns)
+    columns = zip(*(carrier_tensors(memory) + scale_tensors(memory) for memory in memories), strict=True)
+    joined = (torch.cat([pad(t, (0, 0, 0, length - t.shape[-2])) for t in column]) for column in columns)
     fields = map_carrier(first, lambda tensor: next(joined))
     for name in ("attention_mask", "position_ids"):
         rows = [getattr(memory, name) for memory in memories]
@@ -3378,21 +3313,13 @@ def _packed_key_values(
             raise ValueError("key/values move to later positions here, which needs inverse_frequencies in each memory")
         if not all(torch.equal(frequencies.cpu(), memory.inverse_frequencies.cpu()) for memory in memories):
             raise ValueError("memories of different inverse_frequencies cannot be concatenated")
-    mask, order = mask[:, None, :, None], order[:, None, :, None]
+    places = order[:, None, :, None], mask[:, None, :, None]
     packed = []
     for pairs in zip(*(memory.key_values for memory in memories), strict=True):
-        keys = [pair[0] for pair in pairs]
+        keys, values = map(list, zip(*pairs, strict=True))
         if offsets is not None:
-            keys[1:] = [
-                rotate_keys(later, offset, frequencies) for later, offset in zip(keys[1:], offsets[1:], strict=True)
-            ]
-        values = [pair[1] for pair in pairs]
-        packed.append(
-            (
-                _packed(torch.cat(keys, dim=2), order, mask, slot_dim=2),
-                _packed(torch.cat(values, dim=2), order, mask, slot_dim=2),
-            )
-        )
+            keys[1:] = [rotate_keys(*later, frequencies) for later in zip(keys[1:], offsets[1:], strict=True)]
+        packed.append(tuple(_packed(torch.cat(states, dim=2), *places, slot_dim=2) for states in (keys, values)))
     return tuple(packed)
 
 
@@ -3900,7 +3827,7 @@ class CompressedContext:
 
 # compressor/chunking.py
 
-Slots = Tensor | KeyValues | HeadwisePairs
+Slots = Tensor | KeyValues
 
 
 @dataclass
@@ -4020,16 +3947,6 @@ def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Te
         mask = torch.cat([marks[:, : len(before)], mask, marks[:, len(before) :]], dim=1)
         joined = take_places(joined, mask.argsort(dim=1, stable=True, descending=True))
     return joined, totals
-
-
-def joined_fields(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
-    """What `encode` returns as the fields of a `CompressedContext`, and their mask; arguments as of `join`."""
-    if isinstance(slots, HeadwisePairs):
-        fields: dict[str, Any] = vars(slots)
-    else:
-        fields = {"embeddings" if isinstance(slots, Tensor) else "key_values": slots}
-    joined = {name: join(field, counts, chunks_per_row) for name, field in fields.items()}
-    return {name: field for name, (field, _) in joined.items()}, next(iter(joined.values()))[1]
 
 
 def join(slots: Tensor | KeyValues, counts: Sequence[int], chunks_per_row: int) -> tuple[Tensor | KeyValues, Tensor]:
@@ -5270,7 +5187,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
                 slots, counts = with_markers(slots, counts, *around)
             if isinstance(ratio, str):
                 ratio = row_ratios(own_ratio, chunks.lengths, counts, chunks.chunks_per_row)
-            fields, slot_mask = joined_fields(slots, counts, chunks.chunks_per_row)
+            fields, slot_mask = self.joined_slots(slots, counts, chunks.chunks_per_row)
             is_key_values = config.carrier == "key_values"
             memory = CompressedContext(
                 **fields,
@@ -5337,6 +5254,11 @@ class CompressorBackbone(CompressorPreTrainedModel):
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
         """Positions of the slots in the decoder, `(batch_size, num_slots)`; see [`memory_position_ids`]."""
         return memory_position_ids(slot_mask, chunks, counts, self.config.position_layout, self.config.carrier)
+
+    def joined_slots(self, slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
+        """What `encode` returns as fields of a `CompressedContext`, and their mask; arguments as of [`join`]."""
+        joined, slot_mask = join(slots, counts, chunks_per_row)
+        return {self.config.carrier: joined}, slot_mask
 
     def _no_slots(self, num_chunks: int) -> Slots:
         """What `encode` would return where there is no context token at all."""

@@ -2778,10 +2778,8 @@ def read_memory_file(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[s
 
 def _check_is_file(path: Path) -> None:
     """Refuse what exists and is no file: a pipe would be waited for."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder, not a memory file")
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is a pipe, a device or the like, not a memory file")
+        raise ValueError(f"{path} is a folder, a pipe or the like, not a memory file")
 
 
 def _read_header(file: BinaryIO, path: Path) -> bytes:
@@ -3290,16 +3288,8 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
     if len(memories) == 1:
         return first
     length = max(memory.attention_mask.shape[1] for memory in memories)
-    columns: list[list[Tensor]] = [[] for _ in carrier_tensors(first) + scale_tensors(first)]
-    for memory in memories:
-        places = iter(columns)
-
-        def extend(tensor: Tensor, places: Iterator[list[Tensor]] = places) -> Tensor:
-            next(places).append(pad(tensor, (0, 0, 0, length - tensor.shape[-2])))
-            return tensor
-
-        map_carrier(memory, extend)
-    joined = (torch.cat(column) for column in columns)
+    columns = zip(*(carrier_tensors(memory) + scale_tensors(memory) for memory in memories), strict=True)
+    joined = (torch.cat([pad(t, (0, 0, 0, length - t.shape[-2])) for t in column]) for column in columns)
     fields = map_carrier(first, lambda tensor: next(joined))
     for name in ("attention_mask", "position_ids"):
         rows = [getattr(memory, name) for memory in memories]
@@ -3406,21 +3396,13 @@ def _packed_key_values(
             raise ValueError("key/values move to later positions here, which needs inverse_frequencies in each memory")
         if not all(torch.equal(frequencies.cpu(), memory.inverse_frequencies.cpu()) for memory in memories):
             raise ValueError("memories of different inverse_frequencies cannot be concatenated")
-    mask, order = mask[:, None, :, None], order[:, None, :, None]
+    places = order[:, None, :, None], mask[:, None, :, None]
     packed = []
     for pairs in zip(*(memory.key_values for memory in memories), strict=True):
-        keys = [pair[0] for pair in pairs]
+        keys, values = map(list, zip(*pairs, strict=True))
         if offsets is not None:
-            keys[1:] = [
-                rotate_keys(later, offset, frequencies) for later, offset in zip(keys[1:], offsets[1:], strict=True)
-            ]
-        values = [pair[1] for pair in pairs]
-        packed.append(
-            (
-                _packed(torch.cat(keys, dim=2), order, mask, slot_dim=2),
-                _packed(torch.cat(values, dim=2), order, mask, slot_dim=2),
-            )
-        )
+            keys[1:] = [rotate_keys(*later, frequencies) for later in zip(keys[1:], offsets[1:], strict=True)]
+        packed.append(tuple(_packed(torch.cat(states, dim=2), *places, slot_dim=2) for states in (keys, values)))
     return tuple(packed)
 
 
@@ -3928,7 +3910,7 @@ class CompressedContext:
 
 # compressor/chunking.py
 
-Slots = Tensor | KeyValues | HeadwisePairs
+Slots = Tensor | KeyValues
 
 
 @dataclass
@@ -4048,16 +4030,6 @@ def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Te
         mask = torch.cat([marks[:, : len(before)], mask, marks[:, len(before) :]], dim=1)
         joined = take_places(joined, mask.argsort(dim=1, stable=True, descending=True))
     return joined, totals
-
-
-def joined_fields(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
-    """What `encode` returns as the fields of a `CompressedContext`, and their mask; arguments as of `join`."""
-    if isinstance(slots, HeadwisePairs):
-        fields: dict[str, Any] = vars(slots)
-    else:
-        fields = {"embeddings" if isinstance(slots, Tensor) else "key_values": slots}
-    joined = {name: join(field, counts, chunks_per_row) for name, field in fields.items()}
-    return {name: field for name, (field, _) in joined.items()}, next(iter(joined.values()))[1]
 
 
 def join(slots: Tensor | KeyValues, counts: Sequence[int], chunks_per_row: int) -> tuple[Tensor | KeyValues, Tensor]:
@@ -5327,7 +5299,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
                 slots, counts = with_markers(slots, counts, *around)
             if isinstance(ratio, str):
                 ratio = row_ratios(own_ratio, chunks.lengths, counts, chunks.chunks_per_row)
-            fields, slot_mask = joined_fields(slots, counts, chunks.chunks_per_row)
+            fields, slot_mask = self.joined_slots(slots, counts, chunks.chunks_per_row)
             is_key_values = config.carrier == "key_values"
             memory = CompressedContext(
                 **fields,
@@ -5394,6 +5366,11 @@ class CompressorBackbone(CompressorPreTrainedModel):
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
         """Positions of the slots in the decoder, `(batch_size, num_slots)`; see [`memory_position_ids`]."""
         return memory_position_ids(slot_mask, chunks, counts, self.config.position_layout, self.config.carrier)
+
+    def joined_slots(self, slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
+        """What `encode` returns as fields of a `CompressedContext`, and their mask; arguments as of [`join`]."""
+        joined, slot_mask = join(slots, counts, chunks_per_row)
+        return {self.config.carrier: joined}, slot_mask
 
     def _no_slots(self, num_chunks: int) -> Slots:
         """What `encode` would return where there is no context token at all."""
@@ -6365,12 +6342,18 @@ class HeadwiseModel(CompressorModel):
     def num_places(self, memory: CompressedContext | None) -> int:
         return 0 if memory is None or memory.head_ids is not None else super().num_places(memory)
 
+    def joined_slots(self, slots: Any, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
+        if not isinstance(slots, HeadwisePairs):
+            return super().joined_slots(slots, counts, chunks_per_row)
+        joined = {name: join(field, counts, chunks_per_row) for name, field in vars(slots).items()}
+        return {name: field for name, (field, _) in joined.items()}, joined["head_ids"][1]
+
     def _room(self, num_chunks: int, num_slots: int) -> HeadwisePairs:
         """Pairs of any values."""
         shape = key_value_shape(self.config.decoder_config)
         return HeadwisePairs.empty(num_chunks, num_slots, shape, self.dtype, self.device)
 
-    def _no_slots(self, num_chunks: int) -> Slots:
+    def _no_slots(self, num_chunks: int) -> Any:
         return self._room(num_chunks, 0) if self._reads_by_heads else super()._no_slots(num_chunks)
 
     @torch.no_grad()

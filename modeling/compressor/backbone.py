@@ -19,7 +19,7 @@ from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import inverse_frequencies, key_value_shape
 from ..parts.length_batches import length_batches
 from ..parts.ratio_selection import row_ratios
-from .chunking import Chunks, Slots, cut, gathered, gathering_order, joined_fields, memory_position_ids, with_markers
+from .chunking import Chunks, Slots, cut, gathered, gathering_order, join, memory_position_ids, with_markers
 from .input_checks import check_context_length, check_ratios
 from .pretrained_compressor import CompressorPreTrainedModel
 from .token_rows import TokenRows, check_together, passage_borders, token_rows
@@ -71,8 +71,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         Returns:
             For each ratio, slots `(num_chunks, num_slots, hidden_size)`, left-aligned: as many for each chunk as the
             configuration's `chunk_slots` says, and behind them anything. Where the carrier is key/values, for each
-            layer keys and values `(num_chunks, num_heads, num_slots, head_dim)`; [`HeadwisePairs`] where heads keep
-            unlike numbers of them.
+            layer keys and values `(num_chunks, num_heads, num_slots, head_dim)`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define `encode`; use the model class of a method")
 
@@ -229,7 +228,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
                 slots, counts = with_markers(slots, counts, *around)
             if isinstance(ratio, str):
                 ratio = row_ratios(own_ratio, chunks.lengths, counts, chunks.chunks_per_row)
-            fields, slot_mask = joined_fields(slots, counts, chunks.chunks_per_row)
+            fields, slot_mask = self.joined_slots(slots, counts, chunks.chunks_per_row)
             is_key_values = config.carrier == "key_values"
             memory = CompressedContext(
                 **fields,
@@ -296,6 +295,11 @@ class CompressorBackbone(CompressorPreTrainedModel):
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
         """Positions of the slots in the decoder, `(batch_size, num_slots)`; see [`memory_position_ids`]."""
         return memory_position_ids(slot_mask, chunks, counts, self.config.position_layout, self.config.carrier)
+
+    def joined_slots(self, slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
+        """What `encode` returns as fields of a `CompressedContext`, and their mask; arguments as of [`join`]."""
+        joined, slot_mask = join(slots, counts, chunks_per_row)
+        return {self.config.carrier: joined}, slot_mask
 
     def _no_slots(self, num_chunks: int) -> Slots:
         """What `encode` would return where there is no context token at all."""

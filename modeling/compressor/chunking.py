@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from ..memory.compressed_context import KeyValues
-from ..memory.headwise_pairs import HeadwisePairs
 from ..parts.packing import right_padded, take_places
 from ..parts.position_layout import decoder_position_ids
 
-Slots = Tensor | KeyValues | HeadwisePairs
+Slots = Tensor | KeyValues
 
 
 @dataclass
@@ -186,16 +185,6 @@ def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Te
         mask = torch.cat([marks[:, : len(before)], mask, marks[:, len(before) :]], dim=1)
         joined = take_places(joined, mask.argsort(dim=1, stable=True, descending=True))
     return joined, totals
-
-
-def joined_fields(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
-    """What `encode` returns as the fields of a `CompressedContext`, and their mask; arguments as of `join`."""
-    if isinstance(slots, HeadwisePairs):
-        fields: dict[str, Any] = vars(slots)
-    else:
-        fields = {"embeddings" if isinstance(slots, Tensor) else "key_values": slots}
-    joined = {name: join(field, counts, chunks_per_row) for name, field in fields.items()}
-    return {name: field for name, (field, _) in joined.items()}, next(iter(joined.values()))[1]
 
 
 def join(slots: Tensor | KeyValues, counts: Sequence[int], chunks_per_row: int) -> tuple[Tensor | KeyValues, Tensor]:

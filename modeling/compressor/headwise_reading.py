@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -33,7 +33,7 @@ from ..memory.key_value_memory import (
 from ..parts.cache_name import CACHE
 from ..parts.call_views import twin
 from ..parts.packing import take_places
-from .chunking import Chunks, Slots
+from .chunking import Chunks, join
 from .modeling_compressor import CompressorModel
 
 # Tokens of the piece before it that a piece starts with: what it goes on from (KVzip).
@@ -279,12 +279,18 @@ class HeadwiseModel(CompressorModel):
     def num_places(self, memory: CompressedContext | None) -> int:
         return 0 if memory is None or memory.head_ids is not None else super().num_places(memory)
 
+    def joined_slots(self, slots: Any, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
+        if not isinstance(slots, HeadwisePairs):
+            return super().joined_slots(slots, counts, chunks_per_row)
+        joined = {name: join(field, counts, chunks_per_row) for name, field in vars(slots).items()}
+        return {name: field for name, (field, _) in joined.items()}, joined["head_ids"][1]
+
     def _room(self, num_chunks: int, num_slots: int) -> HeadwisePairs:
         """Pairs of any values."""
         shape = key_value_shape(self.config.decoder_config)
         return HeadwisePairs.empty(num_chunks, num_slots, shape, self.dtype, self.device)
 
-    def _no_slots(self, num_chunks: int) -> Slots:
+    def _no_slots(self, num_chunks: int) -> Any:
         return self._room(num_chunks, 0) if self._reads_by_heads else super()._no_slots(num_chunks)
 
     @torch.no_grad()

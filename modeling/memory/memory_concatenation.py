@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,16 +69,8 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
     if len(memories) == 1:
         return first
     length = max(memory.attention_mask.shape[1] for memory in memories)
-    columns: list[list[Tensor]] = [[] for _ in carrier_tensors(first) + scale_tensors(first)]
-    for memory in memories:
-        places = iter(columns)
-
-        def extend(tensor: Tensor, places: Iterator[list[Tensor]] = places) -> Tensor:
-            next(places).append(pad(tensor, (0, 0, 0, length - tensor.shape[-2])))
-            return tensor
-
-        map_carrier(memory, extend)
-    joined = (torch.cat(column) for column in columns)
+    columns = zip(*(carrier_tensors(memory) + scale_tensors(memory) for memory in memories), strict=True)
+    joined = (torch.cat([pad(t, (0, 0, 0, length - t.shape[-2])) for t in column]) for column in columns)
     fields = map_carrier(first, lambda tensor: next(joined))
     for name in ("attention_mask", "position_ids"):
         rows = [getattr(memory, name) for memory in memories]
@@ -190,21 +182,13 @@ def _packed_key_values(
             raise ValueError("key/values move to later positions here, which needs inverse_frequencies in each memory")
         if not all(torch.equal(frequencies.cpu(), memory.inverse_frequencies.cpu()) for memory in memories):
             raise ValueError("memories of different inverse_frequencies cannot be concatenated")
-    mask, order = mask[:, None, :, None], order[:, None, :, None]
+    places = order[:, None, :, None], mask[:, None, :, None]
     packed = []
     for pairs in zip(*(memory.key_values for memory in memories), strict=True):
-        keys = [pair[0] for pair in pairs]
+        keys, values = map(list, zip(*pairs, strict=True))
         if offsets is not None:
-            keys[1:] = [
-                rotate_keys(later, offset, frequencies) for later, offset in zip(keys[1:], offsets[1:], strict=True)
-            ]
-        values = [pair[1] for pair in pairs]
-        packed.append(
-            (
-                _packed(torch.cat(keys, dim=2), order, mask, slot_dim=2),
-                _packed(torch.cat(values, dim=2), order, mask, slot_dim=2),
-            )
-        )
+            keys[1:] = [rotate_keys(*later, frequencies) for later in zip(keys[1:], offsets[1:], strict=True)]
+        packed.append(tuple(_packed(torch.cat(states, dim=2), *places, slot_dim=2) for states in (keys, values)))
     return tuple(packed)
 
 

@@ -147,10 +147,8 @@ def read_memory_file(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[s
 
 def _check_is_file(path: Path) -> None:
     """Refuse what exists and is no file: a pipe would be waited for."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder, not a memory file")
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is a pipe, a device or the like, not a memory file")
+        raise ValueError(f"{path} is a folder, a pipe or the like, not a memory file")
 
 
 def _read_header(file: BinaryIO, path: Path) -> bytes:

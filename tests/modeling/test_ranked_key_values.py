@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_kv_zip import highest, naive_attention, pairs_of, plain_model
-from tiny_bases import FAR_APART, TASK_TOKENS, ids_of
+from tiny_bases import FAR_APART, ids_of
 from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
@@ -256,23 +256,6 @@ def test_a_long_context_is_read_like_its_chunks_joined_a_loaded_file_and_without
 
 
 @torch.no_grad()
-def test_a_few_chunks_are_read_at_once(ranked, random_rows, pad_rows, monkeypatch):
-    """Whatever stands beside them, nothing at all too."""
-    ids, mask = pad_rows(random_rows([33, 7, 0]))
-    model = ranked.build(chunk_size=6)
-    together, sizes, read = model.compress(ids, mask, ratio=[2, 3]), [], model.model.encoder_outputs
-    monkeypatch.setattr(model.model, "tokens_at_once", 13)
-    monkeypatch.setattr(
-        model.model, "encoder_outputs", lambda ids, *a, **k: sizes.append(len(ids)) or read(ids, *a, **k)
-    )
-    for memory, other in zip(model.compress(ids, mask, ratio=[2, 3]), together, strict=True):
-        assert memory.head_ids.equal(other.head_ids)
-        torch.testing.assert_close(memory.key_values, other.key_values, atol=1e-4, rtol=1e-4)
-    # Six chunks of one row, two of another.
-    assert sizes == [2] * 4
-
-
-@torch.no_grad()
 def test_a_long_contexts_neighbours_have_no_empty_chunks_read(ranked, random_rows, pad_rows, monkeypatch):
     model, rows, read = ranked.build(**FEW_POSITIONS), random_rows([50, 3, 0, 9]), []
     encoder_outputs = RankedKeyValuesModel.encoder_outputs
@@ -339,8 +322,6 @@ def test_what_cannot_be_is_refused_with_its_name(ranked):
             {"encoder_config": {}, "encoder_lora": None},
             "`encoder_config` must be left out: the model that reads the text has read",
         ),
-        ({"task_token_ids": TASK_TOKENS}, "`task_token_ids` must be left out"),
-        ({"bos_before_slots": True}, "`bos_before_slots` must be left out"),
         ({"encoder_lora": None, "decoder_lora": {"rank": 2}}, "`decoder_lora` must be left out"),
     ):
         with pytest.raises(ValueError, match=message):
