@@ -34,12 +34,12 @@ BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # The first one is README's.
 CHECKPOINTS = ("smollm2-135m-instruct-ranked-key-values", "smollm2-135m-instruct-mean-pooling")
 SCORES = ROOT / "benchmarks" / "smollm2"
-# Pages whose output is that of the checkpoint, and what of them runs.
+# Pages whose output is the checkpoint's, and the languages that run.
 OF_THE_CHECKPOINT = {README: ("python",), DOCS / "use.md": ("python", "bash")}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _SCORES = re.compile(r"(<!-- (scores|sets|needles) ?([^>]*?) -->\n).*?(?=\n<!-- /\2 -->)", re.DOTALL)
 _RATIOS = (2, 4, 8, 16)
-# Of each task the metric, and its title.
+# Task -> its metric and the title of the metric.
 _METRICS = {
     "question_answering": ("f1", "F1"),
     "summarisation": ("rougeL", "ROUGE-L"),
@@ -62,7 +62,7 @@ class Block:
         language: such as "python".
         content: the code.
         start: where the content starts in the page.
-        is_output: of a text block, whether it stands right behind code.
+        is_output: whether it is a text block directly behind code.
     """
 
     language: str
@@ -72,13 +72,13 @@ class Block:
 
 
 def blocks_of(text: str) -> list[Block]:
-    """The code blocks of a page, in order."""
-    found, end, runs = [], None, False
+    """Return the code blocks of a page, in order."""
+    blocks, end, runs = [], None, False
     for match in _BLOCK.finditer(text):
         is_output = runs and match[1] == "text" and not text[end : match.start()].strip()
-        found.append(Block(match[1], match[2], match.start(2), is_output))
+        blocks.append(Block(match[1], match[2], match.start(2), is_output))
         end, runs = match.end(), match[1] in ("python", "bash")
-    return found
+    return blocks
 
 
 def run_command(line: str) -> None:
@@ -97,14 +97,14 @@ def run_command(line: str) -> None:
 def run_page(
     path: Path, languages: tuple[str, ...] = ("python", "bash", "yaml", "jsonl")
 ) -> tuple[dict[str, Any], list[tuple[Block, str]]]:
-    """Run the blocks of a page in order, in the current directory; `yaml` and `jsonl` are written down as files.
+    """Run the blocks of a page in order, in the current directory; `yaml` and `jsonl` blocks are written as files.
 
     Args:
         path: the page.
         languages: blocks of other languages are only shown.
 
     Returns:
-        What the page's Python has defined in the end, and its output blocks, each with what was printed.
+        The names that the page's Python defines, and its output blocks, each with what was printed.
     """
     names: dict[str, Any] = {"__name__": f"page_{path.stem}"}
     printed, outputs = "", []
@@ -128,7 +128,7 @@ def run_page(
 
 
 def write_file(path: Path, block: Block) -> None:
-    """Write a block down under the name in its first line, a comment."""
+    """Write a block to the file that its first line names."""
     name = re.match(r"# (\S+)\n", block.content)
     assert name, f"a {block.language} block of {path.name} starts with the name of its file: {block.content[:40]!r}"
     content = block.content if block.language == "yaml" else block.content[name.end() :]
@@ -136,7 +136,7 @@ def write_file(path: Path, block: Block) -> None:
 
 
 def stand_in_checkpoints(small: Path, folder: Path) -> None:
-    """Put small trained models in a folder, under the names that pages have for a base and a checkpoint on it.
+    """Copy small trained models into a folder, under the names of a base and of checkpoints on the pages.
 
     Args:
         small: folder with the models `base` and `mean_pooling`, which get a chat template.
@@ -160,7 +160,7 @@ def stand_in_checkpoints(small: Path, folder: Path) -> None:
 
 
 def letters_tokenizer(name: str, is_reversed: bool = False) -> Any:
-    """Save a tokenizer whose tokens are letters in a folder of the current directory."""
+    """Save a tokenizer whose tokens are letters to a folder."""
     from byte_tokenizers import byte_tokenizer
 
     tokenizer = byte_tokenizer(backwards=is_reversed, bos_token="<s>", eos_token="</s>", pad_token="</s>")
@@ -169,7 +169,7 @@ def letters_tokenizer(name: str, is_reversed: bool = False) -> Any:
 
 
 def base_of_letters(name: str, width: int, is_reversed: bool = False) -> None:
-    """Save a random language model with such a tokenizer under a name that pages have for a base."""
+    """Save a random language model with such a tokenizer under the name of a base on the pages."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = letters_tokenizer(name, is_reversed)
@@ -187,14 +187,14 @@ def base_of_letters(name: str, width: int, is_reversed: bool = False) -> None:
 
 
 def run_on_the_checkpoint(path: Path, folder: Path) -> list[tuple[Block, str]]:
-    """Run a page in a folder that has the checkpoints of this repository; its output blocks with what was printed."""
+    """Run a page beside this repository's checkpoints; return its output blocks with what was printed."""
     (folder / "checkpoints").symlink_to(ROOT / "checkpoints")
     with contextlib.chdir(folder):
         return run_page(path, OF_THE_CHECKPOINT.get(path, ("python",)))[1]
 
 
 def filled(text: str, outputs: list[tuple[Block, str]]) -> str:
-    """The page with what was printed in its output blocks."""
+    """Return the page with what was printed in its output blocks."""
     for block, printed in reversed(outputs):
         text = text[: block.start] + printed + text[block.start + len(block.content) :]
     return text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between two systems, paired on the questions that both have answered, and what they say."""
+"""Paired differences of F1 between two systems, with verdicts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_RESAMPLES = 10_000
 
 
 def ordering(pair: Sequence[str], scores: Scores, questions: Any, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether the first system's F1 is above the second's, at each ratio, or at those that the names end in ("=4")."""
+    """Compare the F1 of two systems, at each ratio or at the ratios that end the names ("=4")."""
     (first, _, ratio), (second, _, other) = (side.partition("=") for side in pair)
     ratios = [(parsed_ratio(ratio), parsed_ratio(other))] if ratio else [(ratio, ratio) for ratio in table["ratios"]]
     found = [
@@ -41,7 +41,7 @@ def _paired(
     questions: Any,
     table: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """How much a system's F1 at a ratio is above another's: the mean over sets of paired differences."""
+    """Return the mean over sets of the paired differences of F1."""
     mine, theirs = (scores.get(name, {}).get(ratio, {}) for name, ratio in (first, second))
     differences, resamples, num_questions = [], [], 0
     for number, title in enumerate(averaged_sets(table)):
@@ -66,7 +66,7 @@ def _paired(
 def against_no_context(
     names: Sequence[str], scores: Scores, questions: Any, table: Mapping[str, Any]
 ) -> dict[str, list[dict[str, Any]]]:
-    """How much F1 is above that without context at each ratio, of the systems whose scores by question are there."""
+    """Return the difference to no context at each ratio, of the systems with scores by question."""
     found: dict[str, list[dict[str, Any]]] = {}
     for name in names:
         for ratio in ascending(scores.get(name, {})):

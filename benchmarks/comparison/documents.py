@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which documents train, choose and are reported: the result file shows that no two of these parts share one."""
+"""Document IDs of the training, validation and test parts, which must be disjoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FAMILY = "family"
 
 
 def documents_of(comparison: Any, questions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Ids of the documents of each set, and of those that trained and chose the family; others stay as published.
+    """Return the IDs of each set and of the training and validation documents; missing ones stay as published.
 
     All methods learn from the same examples, so that their documents are one list for each part. What the reader has
     seen before stands in the record beside its weights, and not in these.
@@ -52,7 +52,7 @@ def documents_of(comparison: Any, questions: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _reported(comparison: Any, title: str, questions: Iterable[Mapping[str, Any]]) -> set[str]:
-    """A set's documents: its contexts, or the texts that windows are of, as long as the data are at hand."""
+    """Return the IDs of a set: its contexts, or the texts of its windows where the data are available."""
     entry = comparison.table["sets"][title]
     if entry["task"] != "reconstruction":
         return {document_id(question["context"]) for question in questions}

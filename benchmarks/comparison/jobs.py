@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs of the comparison that are no command of the package, each in a process of its own that run.py starts."""
+"""Jobs of the comparison that are not commands of the package. run.py starts each in its own process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from context_compressors.training.train import main as train
 
 
 def write_questions(comparison: Comparison) -> None:
-    """All sets, and the steps that the budget comes to."""
+    """Write all sets, and the steps of the budget."""
     tokenizer, table = AutoTokenizer.from_pretrained(comparison.base), comparison.table
     write_sets(table, comparison.data, tokenizer, comparison.questions, comparison.arguments.questions)
     # Which method reads them makes no difference to the examples.
@@ -43,7 +43,7 @@ def write_questions(comparison: Comparison) -> None:
 
 
 def merge_reader(comparison: Comparison) -> None:
-    """The reader as a plain language model for all environments, its adapter in the base."""
+    """Save the reader as a plain language model, with its adapter merged."""
     reader = load_model(comparison.arguments.reader, base_model=str(comparison.base), dtype="bfloat16", device="cpu")
     if can_compress(reader):
         reader = reader.decoder_language_model()
@@ -55,7 +55,7 @@ def merge_reader(comparison: Comparison) -> None:
 
 
 def train_trial(comparison: Comparison, name: str, seed: int, rate: float) -> None:
-    """The beginning of a run, and its loss on the choosing part."""
+    """Train the beginning of a run and record its validation loss."""
     folder, table = comparison.trials(name)[rate], comparison.table
     steps = read_json(comparison.questions / "budget.json")["trial_steps"]
     options = {"eval_sources": json.dumps(table["budget"]["choosing"]), "eval_strategy": "steps", "eval_steps": steps}
@@ -63,7 +63,7 @@ def train_trial(comparison: Comparison, name: str, seed: int, rate: float) -> No
     trainer = build_trainer(*parse_recipe(comparison.training_command(name, seed, rate, folder, **options)))
 
     class Stop(TrainerCallback):
-        """The schedules are those of the whole run, which stops here, and goes on from here."""
+        """Stop at the end of the trial; the schedules are those of the whole run."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_save |= state.global_step == steps
@@ -76,7 +76,7 @@ def train_trial(comparison: Comparison, name: str, seed: int, rate: float) -> No
 
 
 def train_run(comparison: Comparison, name: str, seed: int) -> None:
-    """With the first seed the better trial's end, with others a run of its own at the same rate."""
+    """Continue the better trial with the first seed; train anew at its rate with others."""
     folder, trials = comparison.run_folder(name, seed) / "run", comparison.trials(name)
     rate = best_rate(trials)
     if seed == comparison.arguments.seeds[0] and latest_checkpoint(str(folder)) is None:
@@ -92,12 +92,12 @@ def train_run(comparison: Comparison, name: str, seed: int) -> None:
 
 
 def best_rate(trials: Mapping[float, Path]) -> float:
-    """The learning rate whose trial has the lowest loss on the choosing part."""
+    """Return the learning rate of the trial with the lowest validation loss."""
     return min(trials, key=lambda rate: read_json(trials[rate] / "trial.json")["eval_loss"])
 
 
 def make_untrained(comparison: Comparison, name: str, seed: int) -> None:
-    """A checkpoint of a method that trains nothing, on the reader, or whose scorers are fitted without a step."""
+    """Save a checkpoint of a method without training, or with fitted scorers, on the reader."""
     entry, folder = comparison.table["family"][name], comparison.checkpoint(name, seed)
     if contexts := entry.get("fit_scorers"):
         _train_no_step(comparison, name, seed, folder, fit_scorers=contexts)
@@ -111,7 +111,7 @@ def make_untrained(comparison: Comparison, name: str, seed: int) -> None:
 
 
 def make_timed(comparison: Comparison, name: str) -> None:
-    """A checkpoint whose seconds are those of a trained one: of the method's sizes, before any training."""
+    """Save an untrained checkpoint of the same sizes, to measure seconds."""
     seed = comparison.arguments.seeds[0]
     if comparison.trains(name) or "fit_scorers" in comparison.table["family"][name]:
         leader = comparison.entry(name).get("behind")
@@ -122,18 +122,18 @@ def make_timed(comparison: Comparison, name: str) -> None:
 
 
 def _train_no_step(comparison: Comparison, name: str, seed: int, folder: Path, **options: Any) -> None:
-    """A training of no steps, which fits and saves, on contexts of all lengths and kinds."""
+    """Run a training without steps, which fits and saves."""
     options |= {"max_steps": -1, "num_train_epochs": 0, "task_schedule": "null", "length_schedule": "null"}
     train(comparison.training_command(name, seed, 0.0, folder, **options))
 
 
 def write_page(comparison: Comparison) -> None:
-    """The result file and the page of what has been answered so far."""
+    """Write the result file and the page of the answers so far."""
     page.write(results.gather(comparison), comparison.folder / "page")
 
 
 def main() -> None:
-    """Do the job that this process's arguments name: a function, what it takes, and the command line, both as JSON."""
+    """Run the function that the arguments name, with its arguments and the command line as JSON."""
     function, given, command_line = sys.argv[1:]
     arguments = argparse.Namespace(**json.loads(command_line))
     globals()[function](Comparison(arguments, read_table(arguments.size)), *json.loads(given))

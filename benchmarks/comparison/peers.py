@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of what people would use instead of a compressor, one question at a time, with what it costs.
+"""Answers of the baselines, one question at a time, with their costs.
 
 Run by run.py in the environment that has the system's library: nothing of this package is imported before a system
 asks for it. A second start goes on with the output.
@@ -42,7 +42,7 @@ _LONG_LINGUA = {
 
 
 class TextSystem:
-    """Text that stands in place of the context.
+    """Text that replaces the context.
 
     Args:
         name: no_context, full_context, cut or bm25.
@@ -54,11 +54,11 @@ class TextSystem:
         self.name, self.reader, self.tokenizer = name, reader, tokenizer
 
     def read(self, question: Question) -> Any:
-        """What is read of a context once, whatever the ratio."""
+        """Return what is read of a context once for all ratios."""
         return None
 
     def kept_ids(self, question: Question, read: Any, budget: int) -> list[int]:
-        """Token ids that are left of the context."""
+        """Return the remaining token ids of the context."""
         from context_compressors.evaluation.alternatives import bm25_context, cut_context
 
         if self.name == "bm25":
@@ -66,19 +66,19 @@ class TextSystem:
         return cut_context(question["context_ids"], budget)
 
     def compress(self, question: Question, read: Any, ratio: int) -> tuple[Any, int, int]:
-        """What answers need, positions in place of the context, and bytes that are kept for it."""
+        """Return what answers need, its positions and its bytes."""
         num_tokens = len(question["context_ids"])
         ids = self.kept_ids(question, read, -(-num_tokens // ratio) if ratio else 0)
         return ids, len(ids), len(self.tokenizer.decode(ids).encode())
 
     def answer(self, question: Question, ids: Any) -> list[int]:
-        """Token ids of the answer."""
+        """Return the token ids of the answer."""
         row = [*question["head_ids"], *ids, *question["prompt_ids"]]
         return greedy(self.reader, DynamicCache(), row, 0, question)
 
 
 class SelfInformation(TextSystem):
-    """The tokens that the base expects least.
+    """Keep the tokens that the base expects least.
 
     Args:
         reader: reads what is left, and answers.
@@ -133,13 +133,13 @@ def _prompt_compressor(base: str, dtype: torch.dtype, device: torch.device) -> A
     import llmlingua.prompt_compressor as library
 
     class Counter:
-        """Counts for its report, which is not read; the library's own table would be fetched."""
+        """Count tokens without fetching the library's table; the count is unused."""
 
         def encode(self, text: str) -> list[str]:
             return text.split()
 
     class Pairs(DynamicCache):
-        """A cache that gives a layer's keys and values by its number, as those did that the library was made for."""
+        """A cache indexed by layer, as the library expects."""
 
         def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
             return self.layers[index].keys, self.layers[index].values
@@ -162,7 +162,7 @@ def _prompt_compressor(base: str, dtype: torch.dtype, device: torch.device) -> A
 
 
 class Press:
-    """Keys and values that kvpress leaves of the context, behind which the question counts on.
+    """Keys and values that kvpress keeps; the question continues at the positions after the whole context.
 
     Args:
         name: one of `_PRESSES`, with "_aware" behind it where the question is read with the context. Then all of the
@@ -184,7 +184,7 @@ class Press:
         )
 
     def read(self, question: Question) -> Any:
-        """What each layer gives the press, which drops nothing yet; what is read behind it; the number of places."""
+        """Return each layer's input to the press, what follows it, and the number of positions."""
         split = len(question["prompt_ids"]) - 1 if self.is_aware else 0
         row = [*question["head_ids"], *question["context_ids"], *question["prompt_ids"][:split]]
         layers = []
@@ -218,7 +218,7 @@ class Press:
 
 
 class Compressor:
-    """A checkpoint of this package, for its times.
+    """A checkpoint of this package, to measure seconds.
 
     Args:
         folder: the checkpoint.
@@ -237,7 +237,7 @@ class Compressor:
         self.memory_dtype = memory_dtype
 
     def read(self, question: Question) -> Any:
-        """The context's ids, in the tokens of the encoder, which may be another model's."""
+        """Return the context's ids in the encoder's tokens."""
         from context_compressors.modeling.parts.prompting import document_ids
 
         ids = document_ids(self.model.config, self.tokenizer, question["context"])
@@ -258,7 +258,7 @@ class Compressor:
 
 
 def greedy(model: Any, cache: DynamicCache, ids: Sequence[int], position: int, question: Question) -> list[int]:
-    """Token ids that a model writes behind a cache and a row, the likeliest each time, EOS included.
+    """Return the ids that a model writes greedily after a cache and a row, EOS included.
 
     Args:
         model: a causal language model.
@@ -279,7 +279,7 @@ def greedy(model: Any, cache: DynamicCache, ids: Sequence[int], position: int, q
 
 
 def make_system(arguments: argparse.Namespace, tokenizer: Any) -> Any:
-    """The system that the command line names."""
+    """Return the system that the command line names."""
     name = arguments.system
     if arguments.checkpoint is not None:
         folder, base = arguments.checkpoint, arguments.base
@@ -296,7 +296,7 @@ def make_system(arguments: argparse.Namespace, tokenizer: Any) -> Any:
 
 
 def ask(system: Any, question: Question, ratios: Sequence[int], tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """A system's answer to one question at each ratio, with positions, bytes and seconds.
+    """Yield a system's answer to one question at each ratio, with positions, bytes and seconds.
 
     A context is read once; the seconds of it are in those of each ratio.
     """
@@ -321,14 +321,14 @@ def ask(system: Any, question: Question, ratios: Sequence[int], tokenizer: Any) 
 
 
 def _now() -> float:
-    """Seconds, when all is done that an accelerator was given."""
+    """Return the time after the accelerator has finished."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter()
 
 
 def lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines of a JSONL file; an interrupted write leaves an unfinished last one."""
+    """Yield the complete lines of a JSONL file."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     yield from (json.loads(line) for line in text.split("\n")[:-1])
 
@@ -356,7 +356,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Ask a system what it has not answered yet; returns the exit status."""
+    """Ask a system its open questions; returns the exit status."""
     arguments = build_parser().parse_args(argv)
     output = Path(arguments.output)
     kept = list(lines_of(output))

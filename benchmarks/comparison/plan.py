@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the comparison consists of: its folders, and the jobs of each system with their commands."""
+"""Folders and jobs of the comparison."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PEER_TASKS = ("question_answering", "summarisation")
 
 
 def read_table(size: str = "small") -> dict[str, Any]:
-    """`systems.yaml` at one of its sizes, whose fields stand beside the others.
+    """Return `systems.yaml` with the fields of one size.
 
     Sets have the number of their `questions`; those without any at this size are left out.
     """
@@ -36,7 +36,7 @@ def read_table(size: str = "small") -> dict[str, Any]:
 
 @dataclass
 class Job:
-    """One process, and how to tell that it is done.
+    """One process, and a check whether it is done.
 
     Args:
         name: parts with slashes between them, the system first.
@@ -82,13 +82,13 @@ class Comparison:
 
     @property
     def start(self) -> str | Path:
-        """What the family is trained from: the reader, as what all others are read by, or by its name the base."""
+        """Return what the family is trained from: the reader, or the base by its name."""
         # Of a base by its name a checkpoint is light; of a folder it holds all weights.
         return self.reader if self.arguments.reader else self.arguments.base or self.table["base"]
 
     @cached_property
     def published(self) -> dict[str, Any]:
-        """The result file beside this one; empty where it is about other questions, another reader or device."""
+        """Return the published results; empty for other questions, another reader or another device."""
         content = read_results(PUBLISHED)
         asked = {name: self.table[name] for name in ("base", "ratios", "sets", "context_tokens", "max_new_tokens")}
         if not asked.items() <= content.get("settings", {}).items():
@@ -98,7 +98,7 @@ class Comparison:
         return content if is_same else {}
 
     def is_published(self, *names: str) -> bool:
-        """Whether the result file has these systems at all of their ratios with a score for each question.
+        """Return whether these systems are published at all ratios with a score for each question.
 
         Rows without these cannot be paired with others, and those of fewer questions than others' are not whole. Of
         several seeds nothing counts as published.
@@ -114,7 +114,7 @@ class Comparison:
 
     @cached_property
     def device(self) -> str:
-        """What models run on: "cpu", or an accelerator such as "cuda"."""
+        """Return the device: "cpu", or an accelerator such as "cuda"."""
         from context_compressors.cli.loading import default_device
 
         return default_device() if self.arguments.device == "auto" else self.arguments.device
@@ -122,7 +122,7 @@ class Comparison:
     # --- the order of things ---
 
     def stages(self) -> Iterator[list[list[Job]]]:
-        """One after another: what all need, the first seed with the peers, and each other seed; not what is published.
+        """Yield the stages: shared jobs, the first seed with the peers, each other seed; without published systems.
 
         Of a stage systems may stand side by side; each is a list of jobs that need those in front of them.
         """
@@ -147,7 +147,7 @@ class Comparison:
             yield [self._member(name, seed) for name in self._leading() if self._differs_by_seed(name)]
 
     def timed(self) -> Iterator[Job]:
-        """The jobs that measure seconds, of all systems: those without a checkpoint are timed before any training."""
+        """Yield the jobs that measure seconds; systems without a checkpoint are timed untrained."""
         for name in self.members():
             checkpoint = self.timed_checkpoint(name)
             done = (checkpoint / "tokenizer_config.json").is_file
@@ -158,11 +158,11 @@ class Comparison:
             yield self._timing(f"peers/{name}/times", name)
 
     def page_job(self) -> Job:
-        """The page and the result file, of what is there."""
+        """Return the job that writes the result file and the page."""
         return self._own("page", lambda: True, "write_page")
 
     def _own(self, name: str, is_done: Callable[[], bool], function: str, *given: Any) -> Job:
-        """A function of `jobs.py` in a process of its own."""
+        """Return a job that runs a function of `jobs.py`."""
         arguments = json.dumps(given), json.dumps(vars(self.arguments))
         start = "from benchmarks.comparison import jobs; jobs.main()"
         return Job(name, lambda: ["-c", start, function, *arguments], is_done)
@@ -170,24 +170,24 @@ class Comparison:
     # --- the family ---
 
     def members(self) -> list[str]:
-        """The family's systems of the rounds that are asked for."""
+        """Return the family's systems of the selected rounds."""
         family = self.table["family"]
         return [name for name, entry in family.items() if entry.get("round", 1) in self.arguments.rounds]
 
     def _leading(self) -> list[str]:
-        """Those of them that start from the reader."""
+        """Return the members that start from the reader."""
         return [name for name in self.members() if "behind" not in self.entry(name)]
 
     def _followers(self, name: str) -> list[str]:
-        """Those of them that go on from a member's run."""
+        """Return the members that continue another member's run."""
         return [other for other in self.members() if self.entry(other).get("behind") == name]
 
     def rounded(self, name: str) -> list[str]:
-        """The systems that answer from a member's memories in another type."""
+        """Return the systems that quantize a member's memories."""
         return [other for other, entry in self.table["rounded"].items() if entry["of"] == name]
 
     def entry(self, name: str) -> Mapping[str, Any]:
-        """What `systems.yaml` says of a system."""
+        """Return the entry of a system in `systems.yaml`."""
         return next(self.table[group][name] for group in ("family", "rounded", "peers") if name in self.table[group])
 
     def ratios(self, name: str) -> list[int | str]:

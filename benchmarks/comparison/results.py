@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the answers of all systems to the comparison's one result file: scores, intervals, costs and orderings."""
+"""The comparison's result file: scores, intervals, costs and orderings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OF_BASE = re.compile(r"(^|\.)(language_model|encoder_model|lm_head)\.")
 
 
 def gather(comparison: Any) -> dict[str, Any]:
-    """The result file's content: what has been answered here, and of other systems what is published.
+    """Return the result file's content: the answers here, and published rows of other systems.
 
     Args:
         comparison: a `plan.Comparison`.
@@ -105,13 +105,13 @@ def _key(row: Mapping[str, Any]) -> tuple[str, int | str]:
 
 
 def _numbers(questions: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Of each question the number of its document, in the order in which documents come."""
+    """Return the number of each question's document, in order of appearance."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(question["document"], len(numbers)) for question in questions]
 
 
 def _against_cut(comparison: Any, name: str) -> list[tuple[str, str]]:
-    """A system and cut text, at those of the table's ratios that it has."""
+    """Return the pairs of a system and truncated text, at the table's ratios."""
     own, common = comparison.ratios(name), comparison.table["ratios"]
     if set(common) <= set(own):
         return [(name, "cut")]
@@ -119,7 +119,7 @@ def _against_cut(comparison: Any, name: str) -> list[tuple[str, str]]:
 
 
 def _kept(comparison: Any, published: Mapping[str, Any], scores: Scores) -> dict[str, list[dict[str, Any]]]:
-    """The published rows of systems that have not answered all of it here.
+    """Return the published rows of systems that have not answered everything here.
 
     Not those of a checkpoint that is gone: memories are rounded anew where what makes them was trained anew.
     """

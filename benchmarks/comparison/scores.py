@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each system scored on each question, and what its memories cost."""
+"""Scores of each system by question, and costs of its memories."""
 
 from __future__ import annotations
 
