@@ -14,9 +14,8 @@ from transformers import initialization as init
 from ..configuration.configuration_activation_beacon import ActivationBeaconConfig
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
-from .compressor.input_checks import check_ratios
 from .compressor.modeling_compressor import CompressorModel
-from .compressor.token_rows import TokenRows, check_together
+from .compressor.validation import TokenRows, check_ratios, check_together
 from .memory.beacon_memory import BeaconMemory, BeaconWindow, beacon_window
 from .memory.compressed_context import CompressedContext, KeyValues
 from .memory.key_value_memory import RecordingCache, check_same_key_values, check_sliding_window, inverse_frequencies

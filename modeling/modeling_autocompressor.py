@@ -12,8 +12,8 @@ from ..configuration.configuration_autocompressor import AutoCompressorConfig
 from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks, Slots, first_places
-from .compressor.input_checks import check_context_length
 from .compressor.memory_token_compressor import MemoryTokenModel
+from .compressor.validation import check_context_length
 from .parts.lora import SHARED, lora_layers
 from .parts.packing import pack, text_positions
 

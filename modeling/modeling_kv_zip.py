@@ -16,7 +16,7 @@ from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
 from .compressor.headwise_reading import HeadwiseModel
 from .compressor.key_value_selection import KeyValueSelectionModel, ReadContext
-from .compressor.token_rows import TokenRows
+from .compressor.validation import TokenRows
 from .memory.compressed_context import CompressedContext, KeyValues
 from .memory.headwise_pairs import HeadwisePairs, kept_pairs
 

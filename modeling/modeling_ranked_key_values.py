@@ -21,8 +21,7 @@ from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks, cut
 from .compressor.headwise_reading import HeadwiseModel, InputRecorder
-from .compressor.input_checks import check_context_length
-from .compressor.token_rows import TokenRows, check_together
+from .compressor.validation import TokenRows, check_context_length, check_together
 from .memory.compressed_context import CompressedContext, KeyValues
 from .memory.headwise_pairs import HeadwisePairs, kept_pairs
 from .memory.key_value_memory import inverse_frequencies, key_value_shape

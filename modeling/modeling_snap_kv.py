@@ -14,7 +14,7 @@ from ..configuration.configuration_snap_kv import SnapKVConfig
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.key_value_selection import KeyValueSelectionModel, ReadContext
 from .compressor.question_conditioning import check_question, question_fingerprints, question_rows
-from .compressor.token_rows import TokenRows
+from .compressor.validation import TokenRows
 from .memory.compressed_context import CompressedContext, KeyValues
 
 

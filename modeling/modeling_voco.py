@@ -16,9 +16,8 @@ from ..configuration.configuration_voco import VoCoConfig
 from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks, Slots, first_places, join
-from .compressor.input_checks import check_ratios
 from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel
-from .compressor.token_rows import TokenRows, check_together
+from .compressor.validation import TokenRows, check_ratios, check_together
 from .memory.compressed_context import CompressedContext, KeyValues
 from .memory.key_value_memory import check_sliding_window, sliding_window
 from .parts.attention_masks import PAIRWISE_MASKS, mask_for

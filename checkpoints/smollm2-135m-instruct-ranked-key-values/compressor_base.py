@@ -481,196 +481,6 @@ def check_texts(name: str, texts: Sequence[Any]) -> None:
             ) from None
 
 
-# compressor/token_rows.py
-
-INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-def check_ids(name: str, ids: Tensor) -> None:
-    """Token ids must be rows of int64 or int32; whether the vocabulary has them is for [`check_together`]."""
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-        found = getattr(ids, "dtype", type(ids).__name__)
-        raise TypeError(f"`{name}` must be a tensor of integer token ids, int64 or int32, got {found}")
-    if ids.dim() != 2:
-        raise ValueError(f"`{name}` must have shape (batch_size, num_tokens), got {tuple(ids.shape)}")
-    if not len(ids):
-        raise ValueError(f"`{name}` is an empty batch, of shape {tuple(ids.shape)}: give at least one row")
-
-
-@dataclass
-class TokenRows:
-    """Token ids with their mask; `lengths` and checked values come with [`check_together`]."""
-
-    name: str
-    input_ids: Tensor
-    attention_mask: Tensor
-    vocab_size: int | None = None
-    task_token_ids: Mapping[str, int] = field(default_factory=dict)
-    needs_tokens: bool = False
-    lengths: list[int] = field(default_factory=list)
-    borders: Tensor | None = None
-    passages: list[list[int]] | None = None
-    targets: Tensor | None = None
-
-    @property
-    def is_full(self) -> bool:
-        """Whether there are no pads."""
-        return all(length == self.input_ids.shape[1] for length in self.lengths)
-
-    def unknown(self) -> Tensor:
-        """Where a real token is neither in the vocabulary nor a task token, bool of the ids' shape."""
-        ids = self.input_ids
-        if self.vocab_size is None:
-            return torch.zeros_like(ids, dtype=torch.bool)
-        unknown = ((ids < 0) | (ids >= self.vocab_size)) & self.attention_mask.bool()
-        for task_id in self.task_token_ids.values():
-            unknown = unknown & (ids != task_id)
-        return unknown
-
-    def has_wrong_targets(self) -> Tensor:
-        """Whether a label is neither in the vocabulary nor -100, without dimensions."""
-        if self.targets is None or self.vocab_size is None:
-            return torch.zeros((), dtype=torch.bool, device=self.input_ids.device)
-        return _wrong_targets(self.targets, self.vocab_size).any()
-
-
-def token_rows(
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    name: str = "input_ids",
-    *,
-    vocab_size: int | None = None,
-    task_token_ids: Mapping[str, int] | None = None,
-    needs_tokens: bool = False,
-) -> TokenRows:
-    """Check types and shapes of ids and mask; a mask of ones where none is given."""
-    check_ids(name, input_ids)
-    mask, mask_name = attention_mask, name.replace("input_ids", "attention_mask")
-    if mask is None:
-        mask = torch.ones_like(input_ids, dtype=torch.long)
-    elif not isinstance(mask, Tensor) or mask.is_complex():
-        found = getattr(mask, "dtype", type(mask).__name__)
-        raise TypeError(f"`{mask_name}` must be a tensor of ones and zeros, got {found}")
-    elif tuple(mask.shape) != tuple(input_ids.shape):
-        raise ValueError(
-            f"`{mask_name}` must have the shape of `{name}`, {tuple(input_ids.shape)}, got {tuple(mask.shape)}"
-        )
-    elif mask.dtype == torch.bool:
-        mask = mask.long().to(input_ids.device)
-    else:
-        mask = torch.where((mask == 0) | (mask == 1), (mask == 1).long(), -1).to(input_ids.device)
-    return TokenRows(name, input_ids, mask, vocab_size, task_token_ids or {}, needs_tokens)
-
-
-def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]:
-    """Check the values of all inputs by one wait for the device, and note the lengths of their rows."""
-    device = inputs[0].input_ids.device
-    facts = [tensor[None] for tensor in also]
-    for rows in reversed(inputs):
-        mask = rows.attention_mask
-        borders = [] if rows.borders is None else [rows.borders.reshape(-1)]
-        flags = [rows.unknown().any()[None], (mask < 0).any()[None], rows.has_wrong_targets()[None]]
-        facts = [mask.sum(dim=1), *flags, *borders, *facts]
-    values = torch.cat([tensor.to(device=device, dtype=torch.long) for tensor in facts]).tolist()
-    for rows in inputs:
-        num_rows = len(rows.input_ids)
-        rows.lengths, (has_unknown, is_wrong, has_wrong_target) = values[:num_rows], values[num_rows : num_rows + 3]
-        values = values[num_rows + 3 :]
-        if rows.borders is not None:
-            size = rows.borders.shape[1]
-            given = [values[row * size : (row + 1) * size] for row in range(len(rows.input_ids))]
-            values = values[rows.borders.numel() :]
-            rows.passages = _checked_passages(rows, given)
-        if is_wrong:
-            raise ValueError(
-                f"`{rows.name.replace('input_ids', 'attention_mask')}` must hold ones for real tokens and zeros for "
-                "pads, and it holds other values (an additive mask, with -inf at pads, is none of these)"
-            )
-        if rows.needs_tokens and 0 in rows.lengths:
-            raise ValueError(
-                f"`{rows.name}` has no token in row {rows.lengths.index(0)}: the text needs at least one token, such "
-                "as BOS"
-            )
-        if has_unknown:
-            found, own = int(rows.input_ids[rows.unknown()][0]), dict(rows.task_token_ids)
-            also_known = f" or one of the task tokens {own}" if own else ""
-            raise ValueError(
-                f"`{rows.name}` has the token id {found}, which is outside the vocabulary of {rows.vocab_size} tokens"
-                f"{also_known}; is the tokenizer the one of this checkpoint?"
-            )
-        if has_wrong_target and rows.targets is not None and rows.vocab_size is not None:
-            check_targets(rows.targets, rows.vocab_size)
-        rows.input_ids = rows.input_ids.masked_fill(rows.attention_mask == 0, 0)
-    return values
-
-
-def check_targets(targets: Tensor, vocab_size: int) -> None:
-    """Check labels by a wait for the device of their own, where they do not go with rows of [`check_together`]."""
-    wrong = targets[_wrong_targets(targets, vocab_size)].tolist()
-    if wrong:
-        raise ValueError(f"`labels` must be -100 or ids of the vocabulary of {vocab_size} tokens, and hold {wrong[0]}")
-
-
-def _wrong_targets(targets: Tensor, vocab_size: int) -> Tensor:
-    return ((targets < 0) & (targets != -100)) | (targets >= vocab_size)
-
-
-def _checked_passages(rows: TokenRows, given: list[list[int]]) -> list[list[int]]:
-    name = rows.name.replace("input_ids", "chunk_lengths")
-    for row, (lengths, num_tokens) in enumerate(zip(given, rows.lengths, strict=True)):
-        if min(lengths, default=0) < 0 or sum(lengths) != num_tokens:
-            raise ValueError(
-                f"`{name}` must be 0 or more and say where each token of a context is, got {lengths} in row {row}, "
-                f"which has {num_tokens} tokens"
-            )
-    return [[length for length in lengths if length] for lengths in given]
-
-
-def passage_borders(name: str, chunk_lengths: Any, input_ids: Tensor) -> Tensor | None:
-    """Lengths of passages as a tensor on the device of the contexts; `None` where there are none."""
-    if isinstance(chunk_lengths, (list, tuple)):
-        if not all(isinstance(row, (list, tuple)) and all(type(n) is int for n in row) for row in chunk_lengths):
-            raise TypeError(f"`{name}` must hold a list of ints for each row, got {chunk_lengths!r}")
-        width = max(map(len, chunk_lengths), default=0)
-        chunk_lengths = torch.tensor([[*row, *[0] * (width - len(row))] for row in chunk_lengths], dtype=torch.long)
-    if chunk_lengths is None:
-        return None
-    if not isinstance(chunk_lengths, Tensor) or chunk_lengths.dtype not in INTEGER_DTYPES:
-        found = getattr(chunk_lengths, "dtype", type(chunk_lengths).__name__)
-        raise TypeError(f"`{name}` must be an integer tensor, or a list of ints for each row, got {found}")
-    if chunk_lengths.dim() != 2 or len(chunk_lengths) != len(input_ids):
-        raise ValueError(
-            f"`{name}` must have shape (batch_size, num_passages) with {len(input_ids)} rows, got "
-            f"{tuple(chunk_lengths.shape)}"
-        )
-    return chunk_lengths.to(input_ids.device)
-
-
-def check_cached_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) -> Tensor:
-    """The mask of a text whose first tokens are in the cache, as a LongTensor; all ones where none is given."""
-    check_ids("input_ids", input_ids)
-    shape = (input_ids.shape[0], num_cached + input_ids.shape[1])
-    if mask is None:
-        return torch.ones(shape, dtype=torch.long, device=input_ids.device)
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"`attention_mask` must be a tensor of ones and zeros, got {type(mask).__name__}")
-    if tuple(mask.shape) != shape:
-        raise ValueError(
-            "with a cache, `attention_mask` must cover the text in the cache and the new text, "
-            f"(batch_size, num_text_tokens) = {shape}, got {tuple(mask.shape)}"
-        )
-    return (mask != 0).long()
-
-
-def check_no_new_pads(mask: Tensor, num_new: int) -> None:
-    """Refuse pads among the new tokens behind a filled cache: they would stand between two of a row's tokens."""
-    if not bool(mask[:, -num_new:].all()):
-        raise ValueError(
-            f"pads among the {num_new} tokens behind a filled cache would stand between two tokens of a row: give all "
-            "rows as many, each row with a cache of its own, or the whole text without a cache"
-        )
-
-
 # parts/length_batches.py
 
 # So few that they are not worth another pass.
@@ -1163,96 +973,6 @@ def _bound_to(view: nn.Module, value: Any, module: nn.Module) -> Any:
     return value
 
 
-# memory/memory_quantization.py
-
-# Bits of keys, and of values and embeddings.
-QUANTIZATIONS = {"int8": (8, 8), "int4": (4, 4), "int2": (4, 2)}
-_DTYPES = {8: torch.int8, 4: torch.uint8, 2: torch.int16}
-_BITS = {dtype: bits for bits, dtype in _DTYPES.items()}
-_NAMES = {bits: name for name, (_, bits) in QUANTIZATIONS.items()}
-# In standard deviations.
-_STEPS = {4: 0.3352, 2: 0.9957}
-_LARGEST_BLOCK = 128
-# The first 128 binary digits of pi's fraction.
-_SIGNS = 0x243F6A8885A308D313198A2E03707344
-
-
-def quantization_of(dtype: torch.dtype) -> str | None:
-    """The form that values or embeddings of this type are in, `None` for floating-point ones."""
-    return _NAMES.get(_BITS.get(dtype, 0))
-
-
-def dtype_of_keys(dtype: torch.dtype) -> torch.dtype:
-    """The type of the keys beside values of this type."""
-    name = quantization_of(dtype)
-    return dtype if name is None else _DTYPES[QUANTIZATIONS[name][0]]
-
-
-def values_per_item(bits: int) -> int:
-    """Values that stand in one integer."""
-    return _DTYPES[bits].itemsize * 8 // bits
-
-
-def width_of(tensor: Tensor) -> int:
-    """Values in the last dimension."""
-    bits = _BITS.get(tensor.dtype)
-    return tensor.shape[-1] * (1 if bits is None else values_per_item(bits))
-
-
-def num_blocks(width: int) -> int:
-    """Blocks of so many values: of 128 if that divides it, or else of the next smaller power of two that does."""
-    return width // math.gcd(width, _LARGEST_BLOCK)
-
-
-def quantize_tensor(tensor: Tensor, mask: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """A carrier tensor as integers and scales, without gradients; zeros at padding slots."""
-    per_item, half, width = values_per_item(bits), 1 << (bits - 1), tensor.shape[-1]
-    if width % per_item:
-        raise ValueError(f"{bits} bits keep {per_item} values in each integer, which {width} values do not fill")
-    real = mask.reshape(len(mask), *[1] * (tensor.dim() - 3), -1, 1).bool()
-    states = tensor.detach().float().where(real, 0)
-    blocks = _rotated(states.unflatten(-1, (num_blocks(width), -1)))
-    if bits == 8:
-        steps = blocks.abs().amax(dim=-1, keepdim=True) / (half - 0.5)
-    else:
-        steps = blocks.square().mean(dim=-1, keepdim=True).sqrt() * _STEPS[bits]
-    integers = (blocks / steps.where(steps > 0, 1)).floor().clamp(-half, half - 1)
-    products = ((integers + 0.5) * blocks).sum(dim=-1)
-    scales = (blocks.square().sum(dim=-1) / products.where(products > 0, 1)).half()
-    if scales.isinf().any():
-        raise ValueError(
-            f"the memory holds values up to {states.abs().max().item():.4g}, too large for scales, which end at "
-            f"{torch.finfo(torch.float16).max:,.0f}"
-        )
-    codes = (integers + half).to(torch.int32).flatten(-2).unflatten(-1, (-1, per_item))
-    items = (codes << _shifts(bits, codes.device)).sum(dim=-1, dtype=torch.int32)
-    return items.where(real, 0).to(_DTYPES[bits]), scales
-
-
-def dequantize_tensor(items: Tensor, scales: Tensor) -> Tensor:
-    """The float32 values that `quantize_tensor` stands for."""
-    bits = _BITS[items.dtype]
-    codes = items.to(torch.int32)[..., None] >> _shifts(bits, items.device) & (1 << bits) - 1
-    levels = codes.flatten(-2).float() - ((1 << (bits - 1)) - 0.5)
-    blocks = levels.unflatten(-1, (scales.shape[-1], -1)) * scales.float()[..., None]
-    return _rotated(blocks, is_back=True).flatten(-2)
-
-
-def _shifts(bits: int, device: torch.device) -> Tensor:
-    return torch.arange(values_per_item(bits), device=device, dtype=torch.int32) * bits
-
-
-def _rotated(blocks: Tensor, is_back: bool = False) -> Tensor:
-    """Blocks `(..., size)` after the rotation of (1), or after its inverse."""
-    size = blocks.shape[-1]
-    signs = blocks.new_tensor([1 - 2 * (_SIGNS >> (127 - place) & 1) for place in range(size)])
-    hadamard = blocks.new_ones(1, 1)
-    while len(hadamard) < size:
-        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    hadamard = hadamard * size**-0.5
-    return (blocks @ hadamard) * signs if is_back else (blocks * signs) @ hadamard
-
-
 # parts/pooling.py
 
 _INTEGER_DTYPES_of_pooling = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -1389,6 +1109,96 @@ def _checked_integer(name: str, value: int | Tensor, minimum: int) -> int | Tens
     if value < minimum:
         raise ValueError(f"{name} must be {minimum} or more, got {value}")
     return value
+
+
+# memory/memory_quantization.py
+
+# Bits of keys, and of values and embeddings.
+QUANTIZATIONS = {"int8": (8, 8), "int4": (4, 4), "int2": (4, 2)}
+_DTYPES = {8: torch.int8, 4: torch.uint8, 2: torch.int16}
+_BITS = {dtype: bits for bits, dtype in _DTYPES.items()}
+_NAMES = {bits: name for name, (_, bits) in QUANTIZATIONS.items()}
+# In standard deviations.
+_STEPS = {4: 0.3352, 2: 0.9957}
+_LARGEST_BLOCK = 128
+# The first 128 binary digits of pi's fraction.
+_SIGNS = 0x243F6A8885A308D313198A2E03707344
+
+
+def quantization_of(dtype: torch.dtype) -> str | None:
+    """The form that values or embeddings of this type are in, `None` for floating-point ones."""
+    return _NAMES.get(_BITS.get(dtype, 0))
+
+
+def dtype_of_keys(dtype: torch.dtype) -> torch.dtype:
+    """The type of the keys beside values of this type."""
+    name = quantization_of(dtype)
+    return dtype if name is None else _DTYPES[QUANTIZATIONS[name][0]]
+
+
+def values_per_item(bits: int) -> int:
+    """Values that stand in one integer."""
+    return _DTYPES[bits].itemsize * 8 // bits
+
+
+def width_of(tensor: Tensor) -> int:
+    """Values in the last dimension."""
+    bits = _BITS.get(tensor.dtype)
+    return tensor.shape[-1] * (1 if bits is None else values_per_item(bits))
+
+
+def num_blocks(width: int) -> int:
+    """Blocks of so many values: of 128 if that divides it, or else of the next smaller power of two that does."""
+    return width // math.gcd(width, _LARGEST_BLOCK)
+
+
+def quantize_tensor(tensor: Tensor, mask: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """A carrier tensor as integers and scales, without gradients; zeros at padding slots."""
+    per_item, half, width = values_per_item(bits), 1 << (bits - 1), tensor.shape[-1]
+    if width % per_item:
+        raise ValueError(f"{bits} bits keep {per_item} values in each integer, which {width} values do not fill")
+    real = mask.reshape(len(mask), *[1] * (tensor.dim() - 3), -1, 1).bool()
+    states = tensor.detach().float().where(real, 0)
+    blocks = _rotated(states.unflatten(-1, (num_blocks(width), -1)))
+    if bits == 8:
+        steps = blocks.abs().amax(dim=-1, keepdim=True) / (half - 0.5)
+    else:
+        steps = blocks.square().mean(dim=-1, keepdim=True).sqrt() * _STEPS[bits]
+    integers = (blocks / steps.where(steps > 0, 1)).floor().clamp(-half, half - 1)
+    products = ((integers + 0.5) * blocks).sum(dim=-1)
+    scales = (blocks.square().sum(dim=-1) / products.where(products > 0, 1)).half()
+    if scales.isinf().any():
+        raise ValueError(
+            f"the memory holds values up to {states.abs().max().item():.4g}, too large for scales, which end at "
+            f"{torch.finfo(torch.float16).max:,.0f}"
+        )
+    codes = (integers + half).to(torch.int32).flatten(-2).unflatten(-1, (-1, per_item))
+    items = (codes << _shifts(bits, codes.device)).sum(dim=-1, dtype=torch.int32)
+    return items.where(real, 0).to(_DTYPES[bits]), scales
+
+
+def dequantize_tensor(items: Tensor, scales: Tensor) -> Tensor:
+    """The float32 values that `quantize_tensor` stands for."""
+    bits = _BITS[items.dtype]
+    codes = items.to(torch.int32)[..., None] >> _shifts(bits, items.device) & (1 << bits) - 1
+    levels = codes.flatten(-2).float() - ((1 << (bits - 1)) - 0.5)
+    blocks = levels.unflatten(-1, (scales.shape[-1], -1)) * scales.float()[..., None]
+    return _rotated(blocks, is_back=True).flatten(-2)
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(values_per_item(bits), device=device, dtype=torch.int32) * bits
+
+
+def _rotated(blocks: Tensor, is_back: bool = False) -> Tensor:
+    """Blocks `(..., size)` after the rotation of (1), or after its inverse."""
+    size = blocks.shape[-1]
+    signs = blocks.new_tensor([1 - 2 * (_SIGNS >> (127 - place) & 1) for place in range(size)])
+    hadamard = blocks.new_ones(1, 1)
+    while len(hadamard) < size:
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    hadamard = hadamard * size**-0.5
+    return (blocks @ hadamard) * signs if is_back else (blocks * signs) @ hadamard
 
 
 # parts/float32_layers.py
@@ -1766,136 +1576,6 @@ def _filled(tokenizer: PreTrainedTokenizerBase, text: str, contents: Sequence[st
         before, _, text = text.partition(mark)
         ids += prefix_ids(tokenizer, before) + words_ids(tokenizer, content)
     return ids + prefix_ids(tokenizer, text)
-
-
-# compressor/input_checks.py
-
-_KEYWORDS = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "cache",
-    "past_key_values",
-    "labels",
-    "context_input_ids",
-    "context_attention_mask",
-    "context_chunk_lengths",
-    "memory",
-    "ratio",
-    "use_cache",
-    "text_position_offset",
-    "logits_to_keep",
-)
-# Some methods ask for memory by the ratio, however short the context is.
-_MAX_RATIO = 65_536
-
-
-def check_ratios(
-    ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool, selects: bool = False
-) -> list[Any]:
-    """Ratios as ints or LongTensors `(batch_size,)`, or "auto"; `None` becomes the first trained one."""
-    if not ratios:
-        raise ValueError(f"`ratio` is an empty list; the checkpoint has the ratios {sorted(trained)}")
-    if not selects and any(isinstance(ratio, str) and ratio == "auto" for ratio in ratios):
-        raise ValueError(
-            "`ratio` is 'auto', but the checkpoint has no ratio selector (`ratio_selector` of its configuration): "
-            f"give one of {sorted(trained)}"
-        )
-    return [_check_ratio_of_input_checks(ratio, trained, input_ids, allow_untrained) for ratio in ratios]
-
-
-def _check_ratio_of_input_checks(ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> int | Tensor | str:
-    if ratio is None:
-        return trained[0]
-    if isinstance(ratio, str) and ratio == "auto":
-        return ratio
-    if isinstance(ratio, Tensor) and ratio.dim() == 0:
-        ratio = ratio.item()
-    if isinstance(ratio, Tensor):
-        if ratio.dtype not in INTEGER_DTYPES:
-            raise TypeError(f"`ratio` must hold ints, got a tensor of {ratio.dtype}")
-        if tuple(ratio.shape) != (input_ids.shape[0],):
-            raise ValueError(
-                f"`ratio` must be an int or have one value for each of the {input_ids.shape[0]} rows, got shape "
-                f"{tuple(ratio.shape)}"
-            )
-        ratio = ratio.to(device=input_ids.device, dtype=torch.long)
-        values = set(ratio.tolist())
-    elif isinstance(ratio, bool) or not isinstance(ratio, int):
-        raise TypeError(f"`ratio` must be an int, a LongTensor, 'auto' or a list of these, got {ratio!r}")
-    else:
-        values = {ratio}
-    for value in sorted(values):
-        if value < 1:
-            raise ValueError(f"`ratio` must be at least 1, got {value}")
-        if value > max(_MAX_RATIO, *trained):
-            raise ValueError(f"`ratio` must be at most {_MAX_RATIO}, got {value}")
-        if value not in trained and not allow_untrained:
-            raise ValueError(
-                f"this checkpoint was not trained for the ratio {value}; it has {sorted(trained)} "
-                "(compress(..., allow_untrained_ratio=True) goes on nevertheless)"
-            )
-    return ratio
-
-
-def check_context_length(
-    encoder_config: PreTrainedConfig, num_positions: int, chunk_size: int | None, has_chunks: bool = True
-) -> None:
-    """A context, or chunk, must fit into the encoder's positions."""
-    limit = getattr(encoder_config, "max_position_embeddings", None)
-    if limit is not None and num_positions > limit:
-        hint = "cut the context"
-        if not has_chunks:
-            pass
-        elif chunk_size is None:
-            hint = "set `chunk_size` in the configuration, or cut the context"
-        elif num_positions < 2 * chunk_size:
-            # A single chunk is too long.
-            hint = f"set a `chunk_size` below {chunk_size} in the configuration, or cut the context"
-        raise ValueError(
-            f"the context needs {num_positions} positions, the encoder has {limit} (max_position_embeddings): {hint}"
-        )
-
-
-def check_integers(name: str, value: Any, *shapes: tuple[int, ...]) -> None:
-    """What numbers the tokens of a text, such as its positions, must be an integer tensor; `None` is none at all."""
-    if value is None:
-        return
-    if not isinstance(value, Tensor) or value.dtype not in INTEGER_DTYPES:
-        raise TypeError(f"`{name}` must be an integer tensor, got {getattr(value, 'dtype', type(value).__name__)}")
-    if tuple(value.shape) not in shapes:
-        raise ValueError(f"`{name}` must have shape {' or '.join(map(str, shapes))}, got {tuple(value.shape)}")
-
-
-def check_labels(labels: Any, text_ids: Any) -> Tensor | None:
-    """The labels of a text as a LongTensor, or `None` where there are none."""
-    if labels is None:
-        return None
-    text = text_ids if isinstance(text_ids, Tensor) else labels
-    check_integers("labels", labels, tuple(getattr(text, "shape", ())))
-    if labels.dim() != 2:
-        raise ValueError(f"`labels` must have shape (batch_size, num_text_tokens), got {tuple(labels.shape)}")
-    return labels.long()
-
-
-def check_logits_to_keep(value: Any) -> None:
-    """Which logits are wanted: the number of the last ones, or their indices."""
-    if isinstance(value, Tensor):
-        if value.dim() != 1:
-            raise ValueError(f"`logits_to_keep` must be a number or a list of indices, got shape {tuple(value.shape)}")
-        check_integers("logits_to_keep", value, tuple(value.shape))
-    elif isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`logits_to_keep` must be an int or an integer tensor, got {value!r}")
-    elif value < 0:
-        raise ValueError(f"`logits_to_keep` must be 0 or more, got {value}")
-
-
-def check_keywords(keywords: Mapping[str, Any]) -> None:
-    """Refuse keywords that are nearly one that `forward` reads: the language model would swallow them."""
-    for name in keywords:
-        found = nearest_name(name.lower(), _KEYWORDS, similarity=0.8)
-        if found is not None and name not in _KEYWORDS:
-            raise TypeError(f"unexpected argument {name!r}; did you mean {found!r}?")
 
 
 # parts/attention_masks.py
@@ -4655,7 +4335,311 @@ def check_sliding_window(config: Any, num_slots: int, num_text_tokens: int) -> N
         )
 
 
-# compressor/memory_checks.py
+# compressor/validation.py
+
+_KEYWORDS = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "cache",
+    "past_key_values",
+    "labels",
+    "context_input_ids",
+    "context_attention_mask",
+    "context_chunk_lengths",
+    "memory",
+    "ratio",
+    "use_cache",
+    "text_position_offset",
+    "logits_to_keep",
+)
+# Some methods ask for memory by the ratio, however short the context is.
+_MAX_RATIO = 65_536
+
+
+def check_ids(name: str, ids: Tensor) -> None:
+    """Token ids must be rows of int64 or int32; whether the vocabulary has them is for [`check_together`]."""
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        found = getattr(ids, "dtype", type(ids).__name__)
+        raise TypeError(f"`{name}` must be a tensor of integer token ids, int64 or int32, got {found}")
+    if ids.dim() != 2:
+        raise ValueError(f"`{name}` must have shape (batch_size, num_tokens), got {tuple(ids.shape)}")
+    if not len(ids):
+        raise ValueError(f"`{name}` is an empty batch, of shape {tuple(ids.shape)}: give at least one row")
+
+
+@dataclass
+class TokenRows:
+    """Token ids with their mask; `lengths` and checked values come with [`check_together`]."""
+
+    name: str
+    input_ids: Tensor
+    attention_mask: Tensor
+    vocab_size: int | None = None
+    task_token_ids: Mapping[str, int] = field(default_factory=dict)
+    needs_tokens: bool = False
+    lengths: list[int] = field(default_factory=list)
+    borders: Tensor | None = None
+    passages: list[list[int]] | None = None
+    targets: Tensor | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are no pads."""
+        return all(length == self.input_ids.shape[1] for length in self.lengths)
+
+    def unknown(self) -> Tensor:
+        """Where a real token is neither in the vocabulary nor a task token, bool of the ids' shape."""
+        ids = self.input_ids
+        if self.vocab_size is None:
+            return torch.zeros_like(ids, dtype=torch.bool)
+        unknown = ((ids < 0) | (ids >= self.vocab_size)) & self.attention_mask.bool()
+        for task_id in self.task_token_ids.values():
+            unknown = unknown & (ids != task_id)
+        return unknown
+
+    def has_wrong_targets(self) -> Tensor:
+        """Whether a label is neither in the vocabulary nor -100, without dimensions."""
+        if self.targets is None or self.vocab_size is None:
+            return torch.zeros((), dtype=torch.bool, device=self.input_ids.device)
+        return _wrong_targets(self.targets, self.vocab_size).any()
+
+
+def token_rows(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    name: str = "input_ids",
+    *,
+    vocab_size: int | None = None,
+    task_token_ids: Mapping[str, int] | None = None,
+    needs_tokens: bool = False,
+) -> TokenRows:
+    """Check types and shapes of ids and mask; a mask of ones where none is given."""
+    check_ids(name, input_ids)
+    mask, mask_name = attention_mask, name.replace("input_ids", "attention_mask")
+    if mask is None:
+        mask = torch.ones_like(input_ids, dtype=torch.long)
+    elif tuple(mask.shape) != tuple(input_ids.shape):
+        raise ValueError(
+            f"`{mask_name}` must have the shape of `{name}`, {tuple(input_ids.shape)}, got {tuple(mask.shape)}"
+        )
+    elif mask.dtype == torch.bool:
+        mask = mask.long().to(input_ids.device)
+    else:
+        mask = torch.where((mask == 0) | (mask == 1), (mask == 1).long(), -1).to(input_ids.device)
+    return TokenRows(name, input_ids, mask, vocab_size, task_token_ids or {}, needs_tokens)
+
+
+def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]:
+    """Check the values of all inputs by one wait for the device, and note the lengths of their rows."""
+    device = inputs[0].input_ids.device
+    facts = [tensor[None] for tensor in also]
+    for rows in reversed(inputs):
+        mask = rows.attention_mask
+        borders = [] if rows.borders is None else [rows.borders.reshape(-1)]
+        flags = [rows.unknown().any()[None], (mask < 0).any()[None], rows.has_wrong_targets()[None]]
+        facts = [mask.sum(dim=1), *flags, *borders, *facts]
+    values = torch.cat([tensor.to(device=device, dtype=torch.long) for tensor in facts]).tolist()
+    for rows in inputs:
+        num_rows = len(rows.input_ids)
+        rows.lengths, (has_unknown, is_wrong, has_wrong_target) = values[:num_rows], values[num_rows : num_rows + 3]
+        values = values[num_rows + 3 :]
+        if rows.borders is not None:
+            size = rows.borders.shape[1]
+            given = [values[row * size : (row + 1) * size] for row in range(len(rows.input_ids))]
+            values = values[rows.borders.numel() :]
+            rows.passages = _checked_passages(rows, given)
+        if is_wrong:
+            raise ValueError(
+                f"`{rows.name.replace('input_ids', 'attention_mask')}` must hold ones for real tokens and zeros for "
+                "pads, and it holds other values (an additive mask, with -inf at pads, is none of these)"
+            )
+        if rows.needs_tokens and 0 in rows.lengths:
+            raise ValueError(
+                f"`{rows.name}` has no token in row {rows.lengths.index(0)}: the text needs at least one token, such "
+                "as BOS"
+            )
+        if has_unknown:
+            found, own = int(rows.input_ids[rows.unknown()][0]), dict(rows.task_token_ids)
+            also_known = f" or one of the task tokens {own}" if own else ""
+            raise ValueError(
+                f"`{rows.name}` has the token id {found}, which is outside the vocabulary of {rows.vocab_size} tokens"
+                f"{also_known}; is the tokenizer the one of this checkpoint?"
+            )
+        if has_wrong_target and rows.targets is not None and rows.vocab_size is not None:
+            check_targets(rows.targets, rows.vocab_size)
+        rows.input_ids = rows.input_ids.masked_fill(rows.attention_mask == 0, 0)
+    return values
+
+
+def check_targets(targets: Tensor, vocab_size: int) -> None:
+    """Check labels by a wait for the device of their own, where they do not go with rows of [`check_together`]."""
+    wrong = targets[_wrong_targets(targets, vocab_size)].tolist()
+    if wrong:
+        raise ValueError(f"`labels` must be -100 or ids of the vocabulary of {vocab_size} tokens, and hold {wrong[0]}")
+
+
+def _wrong_targets(targets: Tensor, vocab_size: int) -> Tensor:
+    return ((targets < 0) & (targets != -100)) | (targets >= vocab_size)
+
+
+def _checked_passages(rows: TokenRows, given: list[list[int]]) -> list[list[int]]:
+    name = rows.name.replace("input_ids", "chunk_lengths")
+    for row, (lengths, num_tokens) in enumerate(zip(given, rows.lengths, strict=True)):
+        if min(lengths, default=0) < 0 or sum(lengths) != num_tokens:
+            raise ValueError(
+                f"`{name}` must be 0 or more and say where each token of a context is, got {lengths} in row {row}, "
+                f"which has {num_tokens} tokens"
+            )
+    return [[length for length in lengths if length] for lengths in given]
+
+
+def passage_borders(name: str, chunk_lengths: Any, input_ids: Tensor) -> Tensor | None:
+    """Lengths of passages as a tensor on the device of the contexts; `None` where there are none."""
+    if chunk_lengths is None:
+        return None
+    if not isinstance(chunk_lengths, Tensor):
+        width = max(map(len, chunk_lengths), default=0)
+        chunk_lengths = torch.tensor([[*row, *[0] * (width - len(row))] for row in chunk_lengths], dtype=torch.long)
+    if chunk_lengths.dim() != 2 or len(chunk_lengths) != len(input_ids):
+        raise ValueError(
+            f"`{name}` must have shape (batch_size, num_passages) with {len(input_ids)} rows, got "
+            f"{tuple(chunk_lengths.shape)}"
+        )
+    return chunk_lengths.to(input_ids.device)
+
+
+def check_cached_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) -> Tensor:
+    """The mask of a text whose first tokens are in the cache, as a LongTensor; all ones where none is given."""
+    check_ids("input_ids", input_ids)
+    shape = (input_ids.shape[0], num_cached + input_ids.shape[1])
+    if mask is None:
+        return torch.ones(shape, dtype=torch.long, device=input_ids.device)
+    if tuple(mask.shape) != shape:
+        raise ValueError(
+            "with a cache, `attention_mask` must cover the text in the cache and the new text, "
+            f"(batch_size, num_text_tokens) = {shape}, got {tuple(mask.shape)}"
+        )
+    return (mask != 0).long()
+
+
+def check_no_new_pads(mask: Tensor, num_new: int) -> None:
+    """Refuse pads among the new tokens behind a filled cache: they would stand between two of a row's tokens."""
+    if not bool(mask[:, -num_new:].all()):
+        raise ValueError(
+            f"pads among the {num_new} tokens behind a filled cache would stand between two tokens of a row: give all "
+            "rows as many, each row with a cache of its own, or the whole text without a cache"
+        )
+
+
+def check_ratios(
+    ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool, selects: bool = False
+) -> list[Any]:
+    """Ratios as ints or LongTensors `(batch_size,)`, or "auto"; `None` becomes the first trained one."""
+    if not ratios:
+        raise ValueError(f"`ratio` is an empty list; the checkpoint has the ratios {sorted(trained)}")
+    return [_check_ratio_of_validation(ratio, trained, input_ids, allow_untrained, selects) for ratio in ratios]
+
+
+def _check_ratio_of_validation(
+    ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_untrained: bool, selects: bool
+) -> int | Tensor | str:
+    if ratio is None:
+        return trained[0]
+    if isinstance(ratio, str) and ratio == "auto":
+        if not selects:
+            raise ValueError(
+                "`ratio` is 'auto', but the checkpoint has no ratio selector (`ratio_selector` of its configuration): "
+                f"give one of {sorted(trained)}"
+            )
+        return ratio
+    if isinstance(ratio, Tensor) and ratio.dim():
+        if tuple(ratio.shape) != (input_ids.shape[0],):
+            raise ValueError(
+                f"`ratio` must be an int or have one value for each of the {input_ids.shape[0]} rows, got shape "
+                f"{tuple(ratio.shape)}"
+            )
+        ratio = ratio.to(device=input_ids.device, dtype=torch.long)
+        values = set(ratio.tolist())
+    else:
+        ratio = ratio.item() if isinstance(ratio, Tensor) else ratio
+        if not isinstance(ratio, int):
+            raise TypeError(f"`ratio` must be an int, a LongTensor, 'auto' or a list of these, got {ratio!r}")
+        values = {ratio}
+    for value in sorted(values):
+        if not 1 <= value <= max(_MAX_RATIO, *trained):
+            raise ValueError(f"`ratio` must be from 1 to {_MAX_RATIO}, got {value}")
+        if value not in trained and not allow_untrained:
+            raise ValueError(
+                f"this checkpoint was not trained for the ratio {value}; it has {sorted(trained)} "
+                "(compress(..., allow_untrained_ratio=True) goes on nevertheless)"
+            )
+    return ratio
+
+
+def check_context_length(
+    encoder_config: PreTrainedConfig, num_positions: int, chunk_size: int | None, has_chunks: bool = True
+) -> None:
+    """A context, or chunk, must fit into the encoder's positions."""
+    limit = getattr(encoder_config, "max_position_embeddings", None)
+    if limit is not None and num_positions > limit:
+        hint = "cut the context"
+        if not has_chunks:
+            pass
+        elif chunk_size is None:
+            hint = "set `chunk_size` in the configuration, or cut the context"
+        elif num_positions < 2 * chunk_size:
+            # A single chunk is too long.
+            hint = f"set a `chunk_size` below {chunk_size} in the configuration, or cut the context"
+        raise ValueError(
+            f"the context needs {num_positions} positions, the encoder has {limit} (max_position_embeddings): {hint}"
+        )
+
+
+def check_labels(labels: Tensor | None, text_ids: Tensor | None) -> Tensor | None:
+    """The labels of a text as a LongTensor, or `None` where there are none."""
+    if labels is not None and text_ids is not None and labels.shape != text_ids.shape:
+        raise ValueError(f"`labels` must have shape {tuple(text_ids.shape)}, got {tuple(labels.shape)}")
+    return None if labels is None else labels.long()
+
+
+def check_keywords(keywords: Mapping[str, Any]) -> None:
+    """Refuse keywords that are nearly one that `forward` reads: the language model would swallow them."""
+    for name in keywords:
+        found = nearest_name(name.lower(), _KEYWORDS, similarity=0.8)
+        if found is not None and name not in _KEYWORDS:
+            raise TypeError(f"unexpected argument {name!r}; did you mean {found!r}?")
+
+
+def check_source(
+    context_input_ids: Tensor | None,
+    memory: CompressedContext | None,
+    ratio: Any,
+    context_attention_mask: Tensor | None,
+    chunk_lengths: Any = None,
+) -> None:
+    """What stands in front of a text is a context or a memory, and all else is the context's: where none is compressed
+    a ratio must be that of the memory, and a mask has no ids."""
+    if context_input_ids is not None:
+        if memory is not None:
+            raise ValueError("give either `context_input_ids` or `memory`, not both")
+        return
+    if context_attention_mask is not None:
+        raise ValueError("`context_attention_mask` is the mask of `context_input_ids`, which are not given")
+    if chunk_lengths is not None:
+        raise ValueError("`context_chunk_lengths` are those of `context_input_ids`, which are not given")
+    if ratio is None:
+        return
+    if memory is None:
+        raise ValueError(f"`ratio` is {ratio}, but no context is compressed: give `context_input_ids`")
+    if not is_memory(memory):
+        return
+    if isinstance(ratio, str) or not bool((torch.as_tensor(memory.ratio).cpu() == torch.as_tensor(ratio).cpu()).all()):
+        coarser = "" if memory.coarsest_ratios is None else ", or give `memory.at_ratio(ratio)` if it is coarser"
+        raise ValueError(
+            f"`memory` was compressed at ratio {memory.ratio}, `ratio` is {ratio}: leave `ratio` out{coarser}"
+        )
+
 
 def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContext:
     """The memory, one row for each text row, on the model's device and of its dtype."""
@@ -4703,43 +4687,6 @@ def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[Com
     if flags:
         refuse_values(memory, found)
     return memory, bool(all_real), longest
-
-
-def check_source(
-    context_input_ids: Tensor | None,
-    memory: CompressedContext | None,
-    ratio: Any,
-    context_attention_mask: Tensor | None,
-    chunk_lengths: Any = None,
-) -> None:
-    """What stands in front of a text is a context or a memory, and all else is the context's: where none is compressed
-    a ratio must be that of the memory, and a mask has no ids."""
-    if context_input_ids is not None:
-        if memory is not None:
-            raise ValueError("give either `context_input_ids` or `memory`, not both")
-        return
-    if context_attention_mask is not None:
-        raise ValueError("`context_attention_mask` is the mask of `context_input_ids`, which are not given")
-    if chunk_lengths is not None:
-        raise ValueError("`context_chunk_lengths` are those of `context_input_ids`, which are not given")
-    if ratio is None:
-        return
-    if memory is None:
-        raise ValueError(f"`ratio` is {ratio}, but no context is compressed: give `context_input_ids`")
-    if not is_memory(memory):
-        return
-    if isinstance(ratio, str) and ratio == "auto":
-        raise ValueError(f"`ratio` is 'auto', but `memory` has its ratio already, {memory.ratio}: leave `ratio` out")
-    is_tensor = isinstance(ratio, Tensor) and ratio.dtype in INTEGER_DTYPES and ratio.dim() < 2
-    if not is_tensor and (isinstance(ratio, bool) or not isinstance(ratio, int)):
-        raise TypeError(f"`ratio` must be an int or a LongTensor, got {ratio!r}")
-    own, asked = torch.as_tensor(memory.ratio).cpu(), torch.as_tensor(ratio).cpu()
-    fit = own.dim() == 0 or asked.dim() == 0 or 1 in (len(own), len(asked)) or own.shape == asked.shape
-    if not fit or not bool((own == asked).all()):
-        coarser = "" if memory.coarsest_ratios is None else ", or give `memory.at_ratio(ratio)` if it is coarser"
-        raise ValueError(
-            f"`memory` was compressed at ratio {memory.ratio}, `ratio` is {ratio}: leave `ratio` out{coarser}"
-        )
 
 
 def warn_about_positions(
@@ -5644,8 +5591,6 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         if beside and context_input_ids is None:
             raise ValueError(f"`{'`, `'.join(beside)}` must come with `context_input_ids`, and there are none")
         check_ids("input_ids", input_ids)
-        check_integers("position_ids", position_ids, tuple(input_ids.shape), (1, input_ids.shape[1]))
-        check_integers("text_position_offset", text_position_offset, (len(input_ids),), (1,))
         # The first is no target of any token.
         targets = check_labels(labels, input_ids)
         targets = None if targets is None else targets[:, 1:]
@@ -5959,7 +5904,6 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         r"""
         Read slots and text and predict the text's next tokens; arguments as [`CompressorModel.forward`], and:"""
         labels = check_labels(labels, input_ids)
-        check_logits_to_keep(logits_to_keep)
         return_dict = kwargs.pop("return_dict", None)
         num_items = kwargs.pop("num_items_in_batch", None)
         own_losses: list[Tensor] = []

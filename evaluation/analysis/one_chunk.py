@@ -5,8 +5,7 @@ from torch import Tensor
 
 from ...modeling.compressor.backbone import CompressorBackbone
 from ...modeling.compressor.chunking import Chunks, cut
-from ...modeling.compressor.input_checks import check_context_length, check_ratios
-from ...modeling.compressor.token_rows import check_together
+from ...modeling.compressor.validation import check_context_length, check_ratios, check_together
 
 
 def one_chunk(

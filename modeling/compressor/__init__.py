@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every compressor does around its method, in the order in which a call goes through it.
 
-Contexts in: `token_rows` checks them, `chunking` cuts them, a method's `encode` makes slots, `backbone` makes a
+Contexts in: `validation` checks them, `chunking` cuts them, a method's `encode` makes slots, `backbone` makes a
 memory of these. A memory and a text: `modeling_compressor` makes one sequence of both and runs the language model
 over it; `causal_lm` has the loss and `generate`. Where the decoder looks at slots by cross-attention,
 `encoder_decoder_compressor` does all of that. `pretrained_compressor` takes, saves and loads weights.

@@ -20,9 +20,8 @@ from ..memory.key_value_memory import inverse_frequencies, key_value_shape
 from ..parts.length_batches import length_batches
 from ..parts.ratio_selection import row_ratios
 from .chunking import Chunks, Slots, cut, gathered, gathering_order, join, memory_position_ids, with_markers
-from .input_checks import check_context_length, check_ratios
 from .pretrained_compressor import CompressorPreTrainedModel
-from .token_rows import TokenRows, check_together, passage_borders, token_rows
+from .validation import TokenRows, check_context_length, check_ratios, check_together, passage_borders, token_rows
 
 logger = logging.get_logger(__name__)
 

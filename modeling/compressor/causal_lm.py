@@ -20,12 +20,18 @@ from ..parts.base_precision import head_logits
 from ..parts.cache_name import CACHE, one_cache
 from ..parts.packing import left_padded
 from .backbone import CompressorHead
-from .input_checks import check_labels, check_logits_to_keep
-from .memory_checks import check_memory, check_source
 from .modeling_compressor import CompressorModel
 from .pretrained_compressor import DecoderOnlyPreTrainedModel
 from .serving import decoder_language_model
-from .token_rows import check_ids, check_no_new_pads, check_together, token_rows
+from .validation import (
+    check_ids,
+    check_labels,
+    check_memory,
+    check_no_new_pads,
+    check_source,
+    check_together,
+    token_rows,
+)
 
 
 class _TaskTokensAsBOS(LogitsProcessorList):
@@ -103,7 +109,6 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
             `logits` of shape `(batch_size, num_text_tokens, vocab_size)`, `loss` if there are labels, and the cache.
         """
         labels = check_labels(labels, input_ids)
-        check_logits_to_keep(logits_to_keep)
         return_dict = kwargs.pop("return_dict", None)
         num_items = kwargs.pop("num_items_in_batch", None)
         own_losses: list[Tensor] = []

@@ -19,10 +19,18 @@ from ..parts.base_precision import head_logits
 from ..parts.cache_name import CACHE, one_cache
 from ..parts.packing import left_padded, pack
 from .backbone import CompressorHead
-from .input_checks import check_keywords, check_labels, check_logits_to_keep
-from .memory_checks import check_memory, check_source, check_text_and_memory
 from .question_conditioning import check_question, own_tokens, question_in_front, with_start
-from .token_rows import check_cached_mask, check_no_new_pads, check_targets, check_together
+from .validation import (
+    check_cached_mask,
+    check_keywords,
+    check_labels,
+    check_memory,
+    check_no_new_pads,
+    check_source,
+    check_targets,
+    check_text_and_memory,
+    check_together,
+)
 
 
 def readable_slots(memory: CompressedContext) -> tuple[Tensor, Tensor]:
@@ -208,7 +216,6 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         """
         check_keywords(kwargs)
         cache = one_cache(cache, past_key_values)
-        check_logits_to_keep(logits_to_keep)
         has_text = memory is not None or context_input_ids is not None
         labels = check_labels(labels, input_ids if has_text else decoder_input_ids)
         return_dict = kwargs.pop("return_dict", None)

@@ -19,7 +19,7 @@ from ..parts.position_layout import rotate_keys
 from .backbone import slot_counts
 from .chunking import Chunks
 from .modeling_compressor import CompressorModel
-from .token_rows import TokenRows
+from .validation import TokenRows
 
 
 @dataclass

@@ -18,8 +18,8 @@ from ..parts.packing import PackedSequence, pack, reads_falling_ids_as_packed, t
 from ..parts.position_layout import encoder_memory_ids
 from .backbone import slot_counts
 from .chunking import Chunks, Slots, first_places
-from .input_checks import check_context_length
 from .modeling_compressor import CompressorModel
+from .validation import check_context_length
 
 
 @dataclass

@@ -37,16 +37,20 @@ from ..parts.packing import PackedSequence, pack, reads_falling_ids_as_packed, t
 from ..parts.pooling import mean_pool, window_sizes
 from .backbone import CompressorBackbone
 from .chunking import Chunks, Slots
-from .input_checks import check_integers, check_keywords, check_labels
-from .memory_checks import check_memory, check_source, check_text_and_memory, warn_about_positions
 from .pretrained_compressor import DecoderOnlyPreTrainedModel
-from .token_rows import (
+from .validation import (
     TokenRows,
     check_cached_mask,
     check_ids,
+    check_keywords,
+    check_labels,
+    check_memory,
     check_no_new_pads,
+    check_source,
     check_targets,
+    check_text_and_memory,
     check_together,
+    warn_about_positions,
 )
 
 logger = logging.get_logger(__name__)
@@ -282,7 +286,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
             `last_hidden_state` of shape `(batch_size, num_text_tokens, hidden_size)`, and the cache.
 
         Raises:
-            TypeError: ids, positions, a ratio, a memory or a cache that are none, or a misspelt argument.
+            TypeError: ids, a ratio, a memory or a cache that are none, or a misspelt argument.
             ValueError: context and memory together, a ratio or mask of contexts where there is none to compress, a
                 text row without tokens, unknown token ids or labels, a mask of the wrong shape, a memory of
                 another model, width or batch size, or a filled cache in training with gradient checkpointing.
@@ -299,8 +303,6 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         if beside and context_input_ids is None:
             raise ValueError(f"`{'`, `'.join(beside)}` must come with `context_input_ids`, and there are none")
         check_ids("input_ids", input_ids)
-        check_integers("position_ids", position_ids, tuple(input_ids.shape), (1, input_ids.shape[1]))
-        check_integers("text_position_offset", text_position_offset, (len(input_ids),), (1,))
         # The first is no target of any token.
         targets = check_labels(labels, input_ids)
         targets = None if targets is None else targets[:, 1:]

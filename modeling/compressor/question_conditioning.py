@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..memory.compressed_context import CompressedContext
 from ..parts.packing import left_padded
-from .token_rows import TokenRows, check_together, token_rows
+from .validation import TokenRows, check_together, token_rows
 
 
 def question_rows(

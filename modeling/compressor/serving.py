@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from ..memory.served_memory import check_served_form, served_slots
 from ..parts.lora import DECODER, check_adapters, merge_lora
 from ..parts.prompting import message_ids
-from .memory_checks import check_text_and_memory
+from .validation import check_text_and_memory
 
 if TYPE_CHECKING:
     from ..memory.compressed_context import CompressedContext

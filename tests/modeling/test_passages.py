@@ -84,16 +84,13 @@ def test_passages_of_an_encoder_decoder():
 
 def test_lengths_that_do_not_fit_are_refused(method_cases):
     model, ids = method_cases["icae"].model, ids_of(6)
-    for lengths, error, reason in (
-        ([[2, 3]], ValueError, r"`chunk_lengths` must be 0 or more.*got \[2, 3\] in row 0, which has 6 tokens"),
-        ([[7, -1]], ValueError, r"got \[7, -1\]"),
-        ([[6], [6]], ValueError, r"with 1 rows, got \(2, 1\)"),
-        (torch.tensor([6]), ValueError, r"got \(1,\)"),
-        ([6], TypeError, r"a list of ints for each row, got \[6\]"),
-        (torch.tensor([[6.0]]), TypeError, r"got torch.float32"),
-        ("6", TypeError, "got str"),
+    for lengths, reason in (
+        ([[2, 3]], r"`chunk_lengths` must be 0 or more.*got \[2, 3\] in row 0, which has 6 tokens"),
+        ([[7, -1]], r"got \[7, -1\]"),
+        ([[6], [6]], r"with 1 rows, got \(2, 1\)"),
+        (torch.tensor([6]), r"got \(1,\)"),
     ):
-        with pytest.raises(error, match=reason):
+        with pytest.raises(ValueError, match=reason):
             model.compress(ids, chunk_lengths=lengths)
     given = {"context_chunk_lengths": torch.tensor([[6]])}
     with pytest.raises(ValueError, match=r"`context_chunk_lengths` must be .* in row 0, which has 5 tokens"):

@@ -218,7 +218,7 @@ def test_what_cannot_be_is_refused_with_its_name(make, method_cases):
         model.compress(ids, ratio=16)
     with pytest.raises(TypeError, match="'auto' or a list of these, got 'Auto'"):
         model.compress(ids, ratio="Auto")
-    with pytest.raises(ValueError, match="'auto', but `memory` has its ratio already, 2"):
+    with pytest.raises(ValueError, match="compressed at ratio 2, `ratio` is auto"):
         model(ids, memory=model.compress(ids), ratio="auto")
     wrong = [
         ({"ratio_selector": "median"}, r"`ratio_selector` must be one of \['ratio', 'log_ratio'\], got 'median'"),

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from context_compressors import RankedKeyValuesForCausalLM, cli
 from context_compressors.hub_cards.write_card import write_card
-from context_compressors.modeling.compressor.token_rows import check_together
+from context_compressors.modeling.compressor.validation import check_together
 from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 from context_compressors.training.train import build_trainer, main
