@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -149,8 +150,10 @@ def load(
 def read_page(pipe: Pipeline, page: Page) -> list[Reading]:
     """Ask a page's questions from its full text, and from a memory at every ratio of the checkpoint."""
     memories = pipe.compress(page.text, ratio=sorted(pipe.model.config.compression_ratios))
-    ways = [(FULL_TEXT, len(pipe.document_ids(page.text)[0]), len(page.text.encode()), {"context": page.text})]
-    ways[0][-1]["full_text"] = True
+    full_text = {"context": page.text, "full_text": True}
+    ways: list[tuple[str, int, int, dict[str, Any]]] = [
+        (FULL_TEXT, len(pipe.document_ids(page.text)[0]), len(page.text.encode()), full_text)
+    ]
     ways += [(f"{memory.ratio}x", int(memory.num_slots[0]), memory.nbytes, {"memory": memory}) for memory in memories]
     readings = []
     for name, num_places, num_bytes, source in ways:

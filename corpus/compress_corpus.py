@@ -95,9 +95,9 @@ class CorpusJob:
 
     def compressor(self, device: str = "auto") -> RowCompressor:
         """What a worker runs, with the model on a device; on an accelerator, if there is one, with "auto"."""
-        made = CorpusCompressor(self.model, self.ratio, memory_dtype=self.dtype, device=device, **self.options)
+        compressor = CorpusCompressor(self.model, self.ratio, memory_dtype=self.dtype, device=device, **self.options)
         store = MemoryStore.find(self.store)
-        return RowCompressor(made, self.keep_texts, None if store is None else store.form)
+        return RowCompressor(compressor, self.keep_texts, None if store is None else store.form)
 
 
 class RowCompressor:

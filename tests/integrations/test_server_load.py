@@ -82,7 +82,7 @@ def test_a_request_that_fails_in_a_batch_fails_alone(serve, pipe, gate, monkeypa
     running = serve({"m": pipe})
     ids = running.compress(TEXTS[:4], ratio=2)
     wanted = [running.chat([name]).choices[0].message.content for name in ids]
-    place = next(iter(running.server.config.app.user_middleware)).kwargs["server"].places[0]
+    place = next(iter(running.server.config.app.user_middleware)).kwargs["server"].model.memories
     broken = place.get(ids[1:2])[ids[1]]
     place._memories[ids[1]] = replace(broken, check=False, embeddings=broken.embeddings * float("nan"))
     found = [None] * 4
