@@ -1393,7 +1393,7 @@ def _steps(runs: Tensor) -> Tensor:
 
 
 def version(tensor: Tensor) -> tuple[Any, ...]:
-    """A tensor's place, shape and count of changes in place: another key once its values change, found without a look."""
+    """A tensor's place, shape and count of changes in place: another key once its values change."""
     # A quantized or shared-out weight may be a class of its own, without a place in memory.
     place = tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else id(tensor)
     # Tensors made in inference mode count no versions.
@@ -1824,7 +1824,7 @@ class BaseRecord:
         return all(entry["repo_id"] is not None for entry in self.entries.values())
 
     def without_base(self, state: Mapping[str, Tensor], trained: set[str]) -> dict[str, Tensor]:
-        """The part of a state that differs from the bases: other parts, and base weights that train or have changed."""
+        """The part of a state that differs from the bases: other parts, and base weights that train or changed."""
         return {name: tensor for name, tensor in state.items() if name in trained or not self._is_base(name, tensor)}
 
     def _is_base(self, name: str, tensor: Tensor) -> bool:

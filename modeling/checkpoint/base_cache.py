@@ -24,11 +24,7 @@ def cache_place(name: str) -> Path:
 
 
 def cached_base(name: str | os.PathLike | None) -> Path | None:
-    """Folder in the cache with the base of a Hub id; `None` if there is none, or `name` is itself a folder.
-
-    Args:
-        name: Hub id, such as `HuggingFaceTB/SmolLM2-135M-Instruct`.
-    """
+    """Folder in the cache with the base of a Hub id; `None` if there is none, or `name` is itself a folder."""
     if name is None or os.path.isdir(name):
         return None
     place = cache_place(os.fspath(name))
@@ -48,11 +44,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def hub_name(folder: str | os.PathLike) -> tuple[str | None, str | None]:
-    """Hub id and commit of a folder in this cache, where the commit is `None`, or in the Hub's; else both `None`.
-
-    Args:
-        folder: such as `~/.cache/huggingface/hub/models--me--base/snapshots/0123`.
-    """
+    """Hub id and commit of a folder in this cache, where the commit is `None`, or in the Hub's; else both `None`."""
     # Not resolved: a cache may be a link to another disk, and so may be what is in it.
     path = Path(os.path.abspath(folder))
     if path.parent == Path(os.path.abspath(cache_folder())) / "bases":
@@ -64,11 +56,7 @@ def hub_name(folder: str | os.PathLike) -> tuple[str | None, str | None]:
 
 
 def find_base(name: str | os.PathLike) -> tuple[str | os.PathLike, str | None, str | None]:
-    """Where to load a base from, and the Hub id and commit of that if it is a folder in a cache.
-
-    Args:
-        name: Hub id or folder.
-    """
+    """Where to load a base from, and the Hub id and commit of that if it is a folder in a cache."""
     place = cached_base(name) or name
     hub_id, commit = hub_name(place) if os.path.isdir(place) else (None, None)
     return place, hub_id, commit

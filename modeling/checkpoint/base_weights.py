@@ -42,11 +42,7 @@ def own_name(name: str) -> str:
 
 
 def base_name(name: str) -> tuple[str, str] | None:
-    """Where a compressor's weight comes from: the base and the weight's name there; `None` for the method's own.
-
-    Args:
-        name: such as `model.language_model.layers.0.self_attn.q_proj.base_layer.weight`.
-    """
+    """Where a compressor's weight comes from: the base and the weight's name there; `None` for the method's own."""
     name = own_name(name)
     if name == _HEAD:
         return DECODER_BASE, name
@@ -81,13 +77,6 @@ def base_entry(
 ) -> dict[str, str | None]:
     """What a light checkpoint records of a base: `repo_id` and `revision` on the Hub, `subfolder` if it is in one,
     `gguf_file` if it is one, `samples`, `dtype`, and sums of all `weights` in it and in narrower types.
-
-    Args:
-        model: the base, as it was loaded.
-        name: what it was loaded from.
-        hub_id: its repository, where `name` is a folder with a copy of it.
-        revision: the revision that was asked for.
-        loading: arguments that it was loaded with.
     """
     is_folder = os.path.isdir(name)
     if not is_folder:
@@ -143,12 +132,7 @@ class BaseRecord:
         return all(entry["repo_id"] is not None for entry in self.entries.values())
 
     def without_base(self, state: Mapping[str, Tensor], trained: set[str]) -> dict[str, Tensor]:
-        """The part of a state that differs from the bases: other parts, and base weights that train or have changed.
-
-        Args:
-            state: weights by name.
-            trained: names of what trains now.
-        """
+        """The part of a state that differs from the bases: other parts, and base weights that train or changed."""
         return {name: tensor for name, tensor in state.items() if name in trained or not self._is_base(name, tensor)}
 
     def _is_base(self, name: str, tensor: Tensor) -> bool:
@@ -181,13 +165,7 @@ def base_record(model: nn.Module) -> BaseRecord | None:
 
 
 def stored_weights(name: str | os.PathLike, variant: str | None = None, **download: Any) -> dict[str, Tensor]:
-    """The weights in a checkpoint's own files, in one file or several.
-
-    Args:
-        name: Hub repository or folder.
-        variant: What the files' names say in front of their end, as in `model.fp16.safetensors`; nothing if not given.
-        download: as for `transformers.utils.hub.cached_file`, such as `revision`, `subfolder` and `token`.
-    """
+    """The weights in a checkpoint's own files, in one file or several."""
     one, several = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
     if variant is not None:
         one, several = (f"{stem}.{variant}.{end}" for stem, _, end in (n.rpartition(".") for n in (one, several)))
@@ -207,14 +185,6 @@ def load_bases(
     download: dict[str, Any],
 ) -> dict[str, dict[str, Tensor]]:
     """Fetch the bases that a light checkpoint names, and check that they are the ones.
-
-    Args:
-        config: the compressor's configuration.
-        entries: of each base, what the checkpoint recorded.
-        places: where to take a base from, a Hub repository or a folder; its repository if `None`. What the cache of
-            base models has of a repository is taken from there.
-        checkpoint: the compressor, for messages.
-        download: arguments for fetching, such as `token`.
 
     Returns:
         for each base its weights by name; see [`base_tensors`].
@@ -256,14 +226,7 @@ def load_bases(
 def load_base(
     base: str, place: str | os.PathLike, wanted: PreTrainedConfig | None, loading: dict[str, Any]
 ) -> PreTrainedModel:
-    """A base in the type that it is stored in: fingerprints are taken from those values.
-
-    Args:
-        base: `DECODER_BASE` or `ENCODER_BASE`.
-        place: Hub repository or folder.
-        wanted: configuration of an encoder.
-        loading: arguments for fetching, and `gguf_file`.
-    """
+    """A base in the type that it is stored in: fingerprints are taken from those values."""
     loading = {**loading, **gguf_arguments(loading.get("gguf_file"))}
     if base == DECODER_BASE:
         return AutoModelForCausalLM.from_pretrained(place, dtype="auto", **loading)
@@ -310,12 +273,6 @@ def merge(
     checkpoint: str | os.PathLike,
 ) -> tuple[dict[str, Tensor], set[str]]:
     """All weights of a compressor: what its checkpoint stores, and for the rest the bases' own.
-
-    Args:
-        skeleton: the compressor on the meta device.
-        bases: for each base its weights by name.
-        stored: the checkpoint's weights by name.
-        checkpoint: the compressor, for messages.
 
     Returns:
         the weights by the skeleton's names, and the names of those that are the bases'.

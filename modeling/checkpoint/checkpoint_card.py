@@ -52,12 +52,7 @@ _QUESTION_BEHIND_TASK_TOKEN = 'tokenizer("[LM]" + question, add_special_tokens=F
 
 
 def write_first_card(config: CompressorConfig, folder: str | os.PathLike) -> None:
-    """Write a card without data, scores and limits into `folder`, unless there is one.
-
-    Args:
-        config: the compressor's configuration.
-        folder: where the weights are.
-    """
+    """Write a card without data, scores and limits into `folder`, unless there is one."""
     from huggingface_hub import ModelCardData
 
     path = Path(folder) / "README.md"
@@ -128,12 +123,7 @@ def facts(config: CompressorConfig) -> list[tuple[str, Any]]:
 
 
 def usage(config: CompressorConfig, place: str) -> str:
-    """The section on a compressor's use, with code that runs.
-
-    Args:
-        config: its configuration.
-        place: repository or folder that the code loads.
-    """
+    """The section on a compressor's use, with code that runs."""
     if config.auto_class == RETRIEVAL_LOADER:
         code = _RETRIEVAL
     elif config.prompt_format == "chat":

@@ -44,15 +44,7 @@ def load_checkpoint(
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> Any:
-    """A checkpoint's model; arguments, result and errors as `CompressorPreTrainedModel.from_pretrained`.
-
-    Args:
-        model_class: the compressor's class.
-        load: the library's `from_pretrained`.
-        name: Hub repository or folder.
-        base_model, encoder_base_model: where a light checkpoint's bases are.
-        arguments, keywords: the caller's other arguments.
-    """
+    """A checkpoint's model; arguments, result and errors as `CompressorPreTrainedModel.from_pretrained`."""
     wants_info = keywords.pop("output_loading_info", False)
     places = {DECODER_BASE: base_model, ENCODER_BASE: encoder_base_model}
     adapter, adapter_name = None, keywords.pop("adapter_name", "default")
@@ -145,13 +137,7 @@ def save_checkpoint(
     include_base: bool | None,
     arguments: dict[str, Any],
 ) -> None:
-    """Write a checkpoint's folder; arguments and errors as `CompressorPreTrainedModel.save_pretrained`.
-
-    Args:
-        model: the compressor.
-        save: the library's `save_pretrained`.
-        save_directory, is_main_process, state_dict, save_dtype, include_base, arguments: the caller's.
-    """
+    """Write a checkpoint's folder; arguments and errors as `CompressorPreTrainedModel.save_pretrained`."""
     dtype = _storage_type(save_dtype)
     refuse_links_out(save_directory, None if model.encoder_tokenizer is None else model.config.encoder_tokenizer)
     check_adapters(model)
@@ -187,10 +173,6 @@ def refuse_links_out(folder: str | os.PathLike, subfolder: str | None = None) ->
     """Refuse a folder with a link to a file outside of it, which saving would write through.
 
     A snapshot in the cache of the Hub is made of such links: its files are shared by all revisions.
-
-    Args:
-        folder: where a checkpoint is to be saved; it need not exist.
-        subfolder: one in it that is written, too.
 
     Raises:
         ValueError: with the first such link.

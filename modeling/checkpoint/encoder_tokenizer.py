@@ -21,15 +21,7 @@ def encoders_tokenizer(
     encoder_loading: dict[str, Any],
     is_needed: bool,
 ) -> PreTrainedTokenizerBase | None:
-    """The encoder's tokenizer, if it has one and it makes other tokens than the base's, or is needed in any case.
-
-    Args:
-        base: Hub repository or folder of the decoder.
-        encoder: Hub repository or folder of the encoder.
-        base_loading: arguments for loading from `base`, such as its revision.
-        encoder_loading: arguments for loading from `encoder`.
-        is_needed: whether the method reads more from it than tokens.
-    """
+    """The encoder's tokenizer, if it has one and it makes other tokens than the base's, or is needed in any case."""
     found = _tokenizer(encoder, encoder_loading)
     if found is None or is_needed:
         return found
@@ -43,11 +35,6 @@ def load_encoder_tokenizer(
     checkpoint: str | os.PathLike, subfolder: str, loading: dict[str, Any]
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of contexts that a checkpoint carries.
-
-    Args:
-        checkpoint: Hub repository or folder of the compressor.
-        subfolder: where beside the model's files the tokenizer is.
-        loading: arguments of the model's `from_pretrained`; those for a tokenizer are picked out.
 
     Raises:
         ValueError: the checkpoint has no such tokenizer.
@@ -63,13 +50,7 @@ def load_encoder_tokenizer(
 def in_encoder_tokens(
     ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, encoder_tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
-    """The text that some of the decoder's tokens stand for, in tokens of the encoder, without special tokens.
-
-    Args:
-        ids: the decoder's tokens.
-        tokenizer: the decoder's.
-        encoder_tokenizer: the encoder's.
-    """
+    """The text that some of the decoder's tokens stand for, in tokens of the encoder, without special tokens."""
     return encode(encoder_tokenizer, tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 

@@ -78,10 +78,6 @@ def weights_fingerprint(model: nn.Module, stored: Mapping[str, Tensor] | None = 
     """Sixteen hexadecimal digits from every value of every parameter, the same in float32 and bfloat16.
 
     Not in float16, which rounds float32's values to others before they are bfloat16's.
-
-    Args:
-        model: the model; parameters are read in the order of their names.
-        stored: by name, what parameters were loaded from, to be read in their place.
     """
     digest = hashlib.sha256()
     weights: dict[torch.device, Tensor] = {}
@@ -269,11 +265,7 @@ def _steps(runs: Tensor) -> Tensor:
 
 
 def version(tensor: Tensor) -> tuple[Any, ...]:
-    """A tensor's place, shape and count of changes in place: another key once its values change, found without a look.
-
-    Args:
-        tensor: any tensor; what is written through its `data` is not seen.
-    """
+    """A tensor's place, shape and count of changes in place: another key once its values change."""
     # A quantized or shared-out weight may be a class of its own, without a place in memory.
     place = tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else id(tensor)
     # Tensors made in inference mode count no versions.
@@ -290,11 +282,7 @@ def all_weights(model: nn.Module, dtype: torch.dtype) -> str:
 
 
 def checksum(tensor: Tensor) -> str | None:
-    """Digits from all of a tensor's bits and their order; `None` for one without floating-point values at hand.
-
-    Args:
-        tensor: any tensor; a change of one value changes them.
-    """
+    """Digits from all of a tensor's bits and their order; `None` for one without floating-point values at hand."""
     # A quantized weight may be a class of its own.
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.is_floating_point():
         return None

@@ -17,11 +17,7 @@ _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 
 
 def gguf_arguments(gguf_file: str | None) -> dict[str, Any]:
-    """What `from_pretrained` of a model takes, so that a GGUF file's weights are dequantised; nothing for `None`.
-
-    Args:
-        gguf_file: the file's name in the repository or folder.
-    """
+    """What `from_pretrained` of a model takes, so that a GGUF file's weights are dequantised; nothing for `None`."""
     if gguf_file is None:
         return {}
     # Libraries without this class know no other way than to dequantise.
@@ -34,11 +30,6 @@ def gguf_tokenizer(name: str | os.PathLike, gguf_file: str, **loading: Any) -> P
 
     transformers reads the pre-tokenizers of SmolLM and some others as GPT-2's, which keeps numbers together, so that
     numbers would become tokens that the model has not seen.
-
-    Args:
-        name: Hub repository or folder.
-        gguf_file: the file in it.
-        loading: arguments of `AutoTokenizer.from_pretrained`, such as `revision` and `token`.
     """
     from tokenizers import pre_tokenizers
 

