@@ -36,7 +36,7 @@ from context_compressors.reporting.tables import markdown_table
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -114,7 +114,7 @@ def time_and_peak(function: Callable[[], Any], device: torch.device) -> tuple[fl
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows in Markdown, as the page has them."""
+    """Return the rows as the page's table."""
     names = list(dict.fromkeys(row["reader"] for row in rows))
     found = {(row["reader"], row["tokens"]): row for row in rows}
     header = ["tokens", *(f"{name}, {what}" for what in ("MB", "tokens/s") for name in names)]

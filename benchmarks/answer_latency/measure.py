@@ -60,7 +60,7 @@ _GPU_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class _Clock(BaseStreamer):
-    """Notes when each token arrives; the first call hands over the prompt."""
+    """Record when each token arrives; the first call passes the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -125,7 +125,7 @@ def answer_seconds(
 
 
 def break_even(compression: float, full: float, memory: float) -> int | None:
-    """Smallest number of readings after which compressing once took no longer than reading the context each time.
+    """Return the number of readings after which compressing once is no slower than reading the context each time.
 
     `None` where a reading from the memory is no faster, so that it never pays.
     """
@@ -206,7 +206,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

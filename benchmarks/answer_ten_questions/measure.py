@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds to answer ten questions about a page: from its text with a prefix cache, and from a memory.
+"""Seconds to answer ten questions about a page, from text with a prefix cache and from a memory.
 
     python -m benchmarks.answer_ten_questions.measure
 
@@ -46,13 +46,13 @@ _FASTEST = "fastest"
 
 
 def num_shared(rows: Sequence[Sequence[int]]) -> int:
-    """How many token ids all rows start with, less than the shortest row has: something has to be left to read."""
+    """Return the length of the common prefix of all rows, shorter than the shortest row."""
     differ = (place for place, ids in enumerate(zip(*rows, strict=False)) if len(set(ids)) > 1)
     return min(next(differ, len(rows[0])), *(len(row) - 1 for row in rows))
 
 
 class Reader:
-    """A decoder that has read what all prompts start with, and answers from there.
+    """A decoder that has read the common prefix of all prompts.
 
     Args:
         model: a compressor with its LM head.
@@ -73,14 +73,14 @@ class Reader:
 
     @torch.no_grad()
     def read(self) -> None:
-        """Run what all prompts start with, slots included, through the decoder, and keep its keys and values."""
+        """Read the common prefix, including slots, and keep its keys and values."""
         ids = self._ids(self.rows[0][: self._num_shared])
         self._cache = self.model(input_ids=ids, **self._inputs)[CACHE]
         self._num_places = self._cache.get_seq_length()
 
     @torch.no_grad()
     def answer(self, index: int, new_tokens: int) -> list[int]:
-        """The most likely `new_tokens` ids behind a prompt, one after the other; the cache is then as before."""
+        """Return `new_tokens` greedy ids after a prompt, and restore the cache."""
         written: list[int] = []
         ids = self._ids(self.rows[index][self._num_shared :])
         for _ in range(new_tokens):
@@ -92,7 +92,7 @@ class Reader:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the keys and values of what all prompts start with."""
+        """Bytes of the keys and values of the common prefix."""
         return cache_bytes(self._cache)
 
     def _ids(self, ids: Sequence[int]) -> torch.Tensor:
@@ -164,7 +164,7 @@ def measure(
 
 
 def times(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Title of a column -> median over the measurements of what people wait for, in seconds.
+    """Return the median seconds of each column.
 
     The first answer waits for compressing and reading, the others do not. All answers from a memory that was kept
     earlier wait for reading alone.
@@ -184,7 +184,7 @@ def times(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows for people: times in seconds, sizes in MiB."""
+    """Return the rows as a table: times in seconds, sizes in MiB."""
     header = ["page, tokens", "read as", "tokens or slots", *times(rows[0]["samples"]), "kept, MiB", "cache, MiB"]
     body = []
     for row in rows:
@@ -199,7 +199,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

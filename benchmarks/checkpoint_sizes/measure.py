@@ -73,7 +73,7 @@ def row_of(method: str, base_shape: str, ratios: Sequence[int]) -> dict[str, Any
 
 
 def rows_of(base_shape: str, ratios: Sequence[int]) -> list[dict[str, Any]]:
-    """One row for each method that there is, on the base or on the first other one that it goes with."""
+    """Return a row for each method, on the base or the first other one that it supports."""
     rows = []
     for method in METHODS:
         shape = next(name for name in (base_shape, *OTHER_BASES) if method in methods_on(named_config(name)))
@@ -82,7 +82,7 @@ def rows_of(base_shape: str, ratios: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def table_of(rows: Sequence[dict[str, Any]], ratios: Sequence[int]) -> str:
-    """The rows in Markdown, as docs/methods.md has them."""
+    """Return the rows as the page's table."""
     header = ["method", "base", "own parameters", "light", "whole", *(f"ratio {ratio}" for ratio in ratios), "base"]
     lines = [
         [
@@ -100,7 +100,7 @@ def table_of(rows: Sequence[dict[str, Any]], ratios: Sequence[int]) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="llama-3.2-1b", choices=SHAPE_NAMES, help="shape (default: %(default)s)")
     parser.add_argument("--ratios", type=positive_int, nargs="+", default=[4, 16], metavar="R", help="default: 4 16")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of JSON that a benchmark writes while it asks, and goes on with."""
+"""JSON lines that a benchmark writes while it runs, and resumes from."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class AnswerLines:
-    """What has been answered; the file's first line says what was asked.
+    """The answers so far; the first line of the file has the settings.
 
     Args:
         path: the file, which is gone on with where it is there.

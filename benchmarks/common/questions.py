@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions of a Parquet file, by the context that they are about."""
+"""Questions of a Parquet file, grouped by context."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _COLUMNS = ["context", "question", "answers"]
 
 
 def questions_by_context(path: str, first_row: int = 0, at_least: int = 1) -> dict[str, list[dict[str, Any]]]:
-    """Each context with its rows, which have `context`, `question` and `answers`, in the file's order.
+    """Return the rows of each context in file order, with `context`, `question` and `answers`.
 
     Args:
         path: a Parquet file.

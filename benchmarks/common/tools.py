@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks of speed share: random models of a method, time and memory of a call, arguments, result files."""
+"""Shared parts of speed benchmarks: random models, time and memory of a call, arguments, result files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def tells_errors(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
-    """A benchmark's `main(argv)` that returns 1 where the user has to change something, and says what."""
+    """Wrap a benchmark's `main(argv)` so that user errors are printed and return 1."""
 
     @functools.wraps(main)
     def telling(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def tells_errors(main: Callable[[Sequence[str] | None], int]) -> Callable[..., i
 
 
 def positive_float(text: str) -> float:
-    """An argument that is a finite number above zero."""
+    """Parse a finite number above 0."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
@@ -49,7 +49,7 @@ def positive_float(text: str) -> float:
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser, hidden_size: int, layers: int) -> None:
-    """Add what a random model and the place that it runs at need; the two sizes are the defaults."""
+    """Add the arguments of a random model, its device and the output; the two sizes are defaults."""
     add = parser.add_argument
     add("--hidden-size", type=positive_int, default=hidden_size, metavar="H", help=f"default: {hidden_size}")
     add("--layers", type=positive_int, default=layers, metavar="L", help=f"default: {layers}")
@@ -61,18 +61,18 @@ def add_shape_arguments(parser: argparse.ArgumentParser, hidden_size: int, layer
 
 
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add where a benchmark runs, and where its result goes."""
+    """Add the device and the output file."""
     parser.add_argument("--device", default="auto", help='such as "cpu" or "cuda" (default: a GPU when there is one)')
     add_output_argument(parser)
 
 
 def add_output_argument(parser: argparse.ArgumentParser) -> None:
-    """Add where the result of a benchmark goes that runs on the CPU alone."""
+    """Add the output file."""
     parser.add_argument("--output", metavar="FILE", help="where the JSON goes (default: the benchmark's own folder)")
 
 
 def device_of(arguments: argparse.Namespace) -> torch.device:
-    """The device that was asked for, or a GPU where there is one; the CPU where none can be asked for.
+    """Return the device of the arguments; "auto" is a GPU where there is one.
 
     Raises:
         ValueError: this machine has no such device.
@@ -83,7 +83,7 @@ def device_of(arguments: argparse.Namespace) -> torch.device:
 
 
 def llama_config(arguments: argparse.Namespace, max_positions: int) -> LlamaConfig:
-    """A Llama of the shape in the arguments.
+    """Return a Llama configuration of the shape in the arguments.
 
     Raises:
         ValueError: the head size does not divide the hidden size.
@@ -115,7 +115,7 @@ def random_compressor(
     device: torch.device,
     encoder_layers: int | None = None,
 ) -> PreTrainedModel:
-    """A method with random weights that reads the whole context as one chunk, in evaluation mode.
+    """Return a method with random weights that reads the context as one chunk, in evaluation mode.
 
     `encoder_layers` are those of GMSA's and TCP-AE's encoder, see `method_config`.
 
@@ -131,7 +131,7 @@ def random_compressor(
 
 
 def shape_config(arguments: argparse.Namespace, max_positions: int) -> PreTrainedConfig:
-    """The language model of the shape that `--shape` names, or else of the sizes in the arguments.
+    """Return the configuration that `--shape` names, or else one of the sizes in the arguments.
 
     The arguments then say the sizes of the named shape.
 
@@ -151,13 +151,13 @@ def shape_config(arguments: argparse.Namespace, max_positions: int) -> PreTraine
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU, so that a clock may be read."""
+    """Wait for a GPU to finish."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """What a call returns, and its wall-clock time, a GPU's work included."""
+    """Return the result of a call and its wall-clock seconds, including a GPU's work."""
     synchronize(device)
     start = time.perf_counter()
     result = function()
@@ -166,12 +166,12 @@ def timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float
 
 
 def seconds(function: Callable[[], Any], device: torch.device) -> float:
-    """Wall-clock time of a call, a GPU's work included."""
+    """Return the wall-clock seconds of a call, including a GPU's work."""
     return timed(function, device)[1]
 
 
 def timed_by_processor(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """As `timed`, but on a CPU the processor's own time, of all threads together.
+    """As `timed`, but in processor time of all threads on a CPU.
 
     Other programs, which lengthen what the clock says, count little in it.
     """
@@ -183,7 +183,7 @@ def timed_by_processor(function: Callable[[], Any], device: torch.device) -> tup
 
 
 def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
-    """Most memory that tensors made inside a call held at once; what was there before, such as weights, is not in it.
+    """Return the peak bytes of tensors made inside a call, without earlier ones such as weights.
 
     On a CPU it is summed up from the allocator's own records, which is exact, unlike a process's resident memory.
     """
@@ -213,7 +213,7 @@ def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
 def save_and_report(
     script: str, arguments: argparse.Namespace, rows: Sequence[dict[str, Any]], table: str, name: str | None = None
 ) -> Path:
-    """Print the table and write the result file: what was asked, on what, and what came out.
+    """Print the table and write the result file with settings, environment and rows.
 
     Args:
         script: the benchmark's `__file__`: its folder has the benchmark's name, and the file goes there.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and peak memory of `compress`, beside the bare forward pass of its encoder.
+"""Time and peak memory of `compress`, relative to the forward pass of its encoder.
 
     python -m benchmarks.compression_overhead.measure --methods comprexit mean_pooling
 
@@ -131,7 +131,7 @@ def memory_ratio(row: dict[str, Any], reference: str = "encoder") -> float:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows for people."""
+    """Return the rows as a table."""
     header = ["method", "N", "padding", "encoder ms", "compress ms", "one by one ms", "time ratio", "of fastest"]
     header += ["goal", "encoder MiB", "cached MiB", "compress MiB", "memory ratio", "to cached", "memory goal"]
     body = []
@@ -150,7 +150,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

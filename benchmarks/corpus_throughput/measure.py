@@ -140,7 +140,7 @@ def by_workers(texts: list[str], workers: int, options: dict[str, Any], device: 
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """The results as a table."""
+    """Return the results as a table."""
     rows = [
         [
             result["dtype"],
@@ -158,7 +158,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.corpus_throughput.measure", description=__doc__)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
     add = made.add_argument

@@ -43,7 +43,7 @@ def measure(num_tokens: int) -> dict[str, float]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.corpus_throughput.peak_memory", description=__doc__)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
     made.add_argument("--one", type=int, metavar="N", help="print what a document of N tokens takes, in this process")

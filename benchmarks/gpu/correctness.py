@@ -39,7 +39,7 @@ MOST_DIFFERENCE = 0.05
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--base", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="a base model's name or folder")

@@ -31,7 +31,7 @@ POOLED = {"encoder_type": "embeddings", "encoder_lora": None, "embedding_residua
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -138,7 +138,7 @@ def measured(
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """The results as a table."""
+    """Return the results as a table."""
 
     def with_interval(result: dict[str, Any], name: str, digits: int) -> str:
         low, high = result[f"{name}_interval"]
@@ -161,7 +161,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.quantized_memories.measure", description=__doc__)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
     add = made.add_argument

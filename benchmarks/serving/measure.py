@@ -136,7 +136,7 @@ def measure(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The results as a table."""
+    """Return the results as a table."""
     header = ["tokens", "clients", "from", "requests a second", "first token p50", "p95", "last token p50"]
     header += ["processor, a request", "a memory"]
     names = ["first_token_p50", "first_token_p95", "last_token_p50", "processor_seconds"]
@@ -158,7 +158,7 @@ def way_of(text: str) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.serving.measure", description=__doc__)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
     add = made.add_argument

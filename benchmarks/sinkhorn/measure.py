@@ -107,7 +107,7 @@ def times_as_fast(row: dict[str, Any]) -> dict[str, float]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows for people."""
+    """Return the rows as a table."""
     header = ["windows", "T", "K", "pass", *[f"{name} ms" for name in IMPLEMENTATIONS]]
     header += ["faster than autograd", "faster than pot", *[f"{name} MiB" for name in IMPLEMENTATIONS]]
     body = [
@@ -126,7 +126,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
