@@ -110,7 +110,7 @@ class FileSource:
         wanted = ("id", "question", "answers", "summary", "source_texts")
         self.columns = {name: table[name] for name in wanted if name in table.column_names}
         if {"finished", "truncated"} <= set(table.column_names):
-            # Of `write-targets`.
+            # Of `write_targets`.
             self.columns["finished"] = table["finished"]
         self._column_of_task = {task: context_column(task, table.column_names) for task in source.tasks}
         if "source_texts" in self.columns:

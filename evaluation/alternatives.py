@@ -33,12 +33,7 @@ _SENTENCE_END = re.compile(
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, each with the spaces in front of it; joined they are the text.
-
-    A full stop, question mark or exclamation mark before a space ends a sentence, closing quotes and brackets
-    included, as do those of Chinese and Japanese anywhere, and so does a line; the full stop of an initial or of a
-    title, such as "Dr.", does not.
-    """
+    """The sentences of a text, each with the spaces in front of it; joined they are the text."""
     parts, start = [], 0
     for end in [*(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]:
         if text[start:end].strip():
@@ -56,13 +51,7 @@ def cut_context(context_ids: Sequence[int], budget: int) -> list[int]:
 
 
 def informative_context(context_ids: Sequence[int], information: Sequence[float], budget: int) -> list[int]:
-    """The `budget` tokens of a context with the most self-information, in the order of the text.
-
-    Args:
-        context_ids: the context's tokens.
-        information: of each of them, see `self_information`; of equal ones, the earlier stays.
-        budget: most tokens to keep.
-    """
+    """The `budget` tokens of a context with the most self-information, in the order of the text."""
     places = np.argsort(-np.asarray(information), kind="stable")[:budget]
     return [context_ids[place] for place in sorted(places)]
 
@@ -73,11 +62,6 @@ def self_information(model: PreTrainedModel, start_token_id: int, context_ids: S
 
     What LLMLingua drops tokens by (Jiang et al., 2023), without its budget by passage and its windows: all tokens of
     the context compete.
-
-    Args:
-        model: a compressor, whose adapters are off meanwhile.
-        start_token_id: the id in front of the context.
-        context_ids: the context's tokens.
     """
     ids = torch.tensor([[start_token_id, *context_ids]], device=model.device)
     with model.base_language_model():
@@ -92,17 +76,7 @@ def self_information(model: PreTrainedModel, start_token_id: int, context_ids: S
 def bm25_context(
     tokenizer: PreTrainedTokenizerBase, context_ids: Sequence[int], question: str, budget: int
 ) -> list[int]:
-    """The sentences of a context that BM25 ranks highest for a question, in the order of the text.
-
-    Args:
-        tokenizer: of the context.
-        context_ids: the context's tokens.
-        question: what the sentences are ranked by.
-        budget: most tokens to keep.
-
-    Returns:
-        Token ids, `budget` of them, or all where the context has no more: the sentence that no longer fits is cut.
-    """
+    """The sentences of a context that BM25 ranks highest for a question, in the order of the text."""
     if len(context_ids) <= budget:
         return list(context_ids)
     sentences, index = _index(tokenizer, tuple(context_ids))

@@ -6,49 +6,31 @@ import os
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
+from .report import EvaluationReport
 from .rows import SampleAnswers, number_of
 
 
-class HasAnswers(Protocol):
-    """A report, or a grid of needles."""
-
-    answers: list[SampleAnswers]
-
-
 class AnswersFile:
-    """Writes the answers of a report as they come.
-
-    Args:
-        path: the file; folders are made. An existing file is replaced when there is something to write.
-        done: data sets and tasks that are not scored again, whose lines an existing file keeps.
-
-    Raises:
-        ValueError: the file lacks the answers of what is done, or is no such file.
-    """
+    """Writes the answers of a report as they come."""
 
     def __init__(self, path: str | os.PathLike[str], done: Collection[tuple[str, str]] = ()):
         self.path = Path(path)
-        self._num_written: int | None = None
-        self._kept = [line for line in self._lines() if _key(line, self.path) in done] if done else []
-        if missing := set(done) - {_key(line, self.path) for line in self._kept}:
+        # An interrupted write leaves an unfinished last line.
+        lines = self.path.read_text(encoding="utf-8").split("\n")[:-1] if done and self.path.is_file() else []
+        self._lines = [line for line in lines if _key(line, self.path) in done]
+        if missing := set(done) - {_key(line, self.path) for line in self._lines}:
             raise ValueError(f"{path} does not have the answers of {sorted(missing)}, which are not scored again")
+        self._num_written = 0
 
-    def write_new(self, report: HasAnswers) -> None:
-        """Append the answers of a report or grid that came since the last call."""
-        if self._num_written is None:
-            self._num_written = 0
+    def write_new(self, report: EvaluationReport) -> None:
+        """Append the answers of a report that came since the last call."""
+        if not self._num_written:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text("".join(f"{line}\n" for line in self._kept), encoding="utf-8")
+            self.path.write_text("".join(f"{line}\n" for line in self._lines), encoding="utf-8")
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(f"{answers.to_json()}\n" for answers in report.answers[self._num_written :])
         self._num_written = len(report.answers)
-
-    def _lines(self) -> list[str]:
-        # An interrupted write leaves an unfinished last line.
-        text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
-        return [line for line in text.split("\n")[:-1] if line]
 
 
 def write_answers(answers: Iterable[SampleAnswers], path: str | os.PathLike[str]) -> None:
@@ -70,8 +52,8 @@ def read_answers(path: str | os.PathLike[str]) -> list[SampleAnswers]:
 def _sample(line: str) -> SampleAnswers:
     sample = SampleAnswers(**json.loads(line))
     scores = {
-        condition: {metric: number_of(score) for metric, score in found.items()}
-        for condition, found in sample.scores.items()
+        condition: {metric: number_of(score) for metric, score in metrics.items()}
+        for condition, metrics in sample.scores.items()
     }
     return replace(sample, scores=scores)
 

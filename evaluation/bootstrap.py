@@ -13,6 +13,8 @@ from .settings import NUM_RESAMPLES
 LEVEL = 0.95
 # Resamples that are drawn at once: their counts are a matrix with a column for each document.
 _BLOCK = 256
+# Standard deviations that hold 95 % of a normal distribution.
+_WIDTH = 1.959964
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -41,24 +43,14 @@ class Statistic:
 def mean_statistic(
     values: Sequence[float] | np.ndarray, weights: Sequence[float] | np.ndarray | None = None
 ) -> Statistic:
-    """Statistic of a mean.
-
-    Args:
-        values: one for each sample.
-        weights: one for each sample, all 1 when `None`.
-    """
+    """Statistic of a mean."""
     numbers = np.asarray(values, dtype=np.float64)
     counts = np.ones_like(numbers) if weights is None else np.asarray(weights, dtype=np.float64)
     return Statistic(np.stack([numbers * counts, counts], axis=1), _quotient)
 
 
 def perplexity_statistic(nll: Sequence[float] | np.ndarray, num_tokens: Sequence[int] | np.ndarray) -> Statistic:
-    """Statistic of a perplexity, in which each token weighs the same.
-
-    Args:
-        nll: each sample's summed negative log-likelihood, in nats.
-        num_tokens: each sample's number of tokens.
-    """
+    """Statistic of a perplexity, in which each token weighs the same."""
     return Statistic(np.stack([nll, num_tokens], axis=1).astype(np.float64), _perplexity)
 
 
@@ -90,15 +82,7 @@ def resampled_scores(
 
     Returns:
         For each statistic its scores, `(num_resamples,)`.
-
-    Raises:
-        ValueError: no resamples, or a statistic with another number of samples than there are documents.
     """
-    if num_resamples < 1:
-        raise ValueError(f"num_resamples must be at least 1, got {num_resamples}")
-    for name, statistic in statistics.items():
-        if len(statistic.values) != len(documents):
-            raise ValueError(f"{name} has {len(statistic.values)} samples, and there are {len(documents)} documents")
     if not statistics:
         return {}
     columns = np.concatenate([statistic.values for statistic in statistics.values()], axis=1)
@@ -114,35 +98,27 @@ def resampled_scores(
     return {name: s.of_sums(part) for (name, s), part in zip(statistics.items(), parts, strict=True)}
 
 
-def in_own_order(scores: np.ndarray, name: str, seed: int = 0) -> np.ndarray:
-    """Resampled scores of a data set in an order that its name and the seed draw.
-
-    `resampled_scores` draws the same places of all data sets with as many documents. In orders of their own, resamples
-    of several data sets are independent, so that they may be averaged one by one; those of one data set stay paired.
-
-    Args:
-        scores: `(num_resamples,)`.
-        name: the data set's.
-        seed: any whole number from 0 on.
-    """
-    return np.random.default_rng([seed, *name.encode()]).permutation(scores)
-
-
 def interval_of_mean(
     mean: float, intervals: Sequence[Sequence[float]], weights: Sequence[float] | None = None
 ) -> tuple[float, float]:
     """Both ends of a mean's interval, from those of its parts as independent ones.
 
     Half its width is the root of the summed squares of theirs, each times its part's weight; NaN where one has none.
-
-    Args:
-        mean: what lies in the middle.
-        intervals: of each part both ends.
-        weights: of each part; one divided by their number when `None`.
     """
     weights = weights or [1 / len(intervals)] * len(intervals)
     half = math.hypot(*(weight * (high - low) / 2 for weight, (low, high) in zip(weights, intervals, strict=True)))
     return mean - half, mean + half
+
+
+def wilson_interval(num_right: int, number: int) -> tuple[float, float]:
+    """The 95 % interval of a share, in percent.
+
+    Source: Wilson (1927), "Probable inference, the law of succession, and statistical inference".
+    """
+    share, squared = num_right / number, _WIDTH**2
+    centre = (share + squared / (2 * number)) / (1 + squared / number)
+    half = _WIDTH / (1 + squared / number) * math.sqrt(share * (1 - share) / number + squared / (4 * number**2))
+    return 100 * max(0.0, centre - half), 100 * min(1.0, centre + half)
 
 
 def is_lower_better(metric: str) -> bool:
@@ -156,27 +132,18 @@ def helps(metric: str, full: float, none: float) -> bool:
 
 
 def verdict(interval: tuple[float, float], metric: str = "") -> str:
-    """What the interval of a difference tells of the first of two: "better", "worse" or "cannot be told".
-
-    Args:
-        interval: both ends of first minus second.
-        metric: of perplexities, lower is better.
-    """
+    """What the interval of a difference tells of the first of two: "better", "worse" or "inconclusive"."""
     low, high = interval
     if not (low > 0 or high < 0):
-        return "cannot be told"
+        return "inconclusive"
     return "better" if (low > 0) != is_lower_better(metric) else "worse"
 
 
 def percentile_interval(scores: np.ndarray, level: float = LEVEL) -> tuple[float, float]:
-    """The interval that holds the share `level` of the resampled scores; resamples without a score do not count.
-
-    Returns:
-        Its two ends; NaN where no resample has a score.
-    """
+    """The interval that holds the share `level` of the resampled scores; resamples without a score do not count."""
     defined = scores[~np.isnan(scores)]
     if not len(defined):
-        return float("nan"), float("nan")
+        return math.nan, math.nan
     # Without interpolation, which has no answer between an infinite score and another.
     low, high = np.quantile(defined, [(1 - level) / 2, (1 + level) / 2], method="nearest")
     return float(low), float(high)

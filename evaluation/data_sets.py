@@ -24,26 +24,13 @@ from ..data.synthetic_documents import KINDS, GeneratedDocument, generate_docume
 from ..modeling.parts.text_ids import encode
 from . import ruler
 from .evaluate import model_label
+from .needles import NEEDLES, needle_examples
 from .samples import EvaluationDataset, accepted_answers
 
 logger = logging.getLogger(__name__)
 
 # Fields of a source that change no data set, or only its name.
 _NOT_IN_REPORT = ("title", "tasks", "weight", "licence")
-# Fields that say something of some sources alone, of which ones, and those in words; a task of RULER has its own kind.
-_ROWS, _RULER_ROWS = ("name", "path"), ("ruler/name", "ruler/path")
-_KINDS_WITH: dict[str, tuple[tuple[str, ...], str]] = {
-    **dict.fromkeys(
-        ("rows", "where", "columns", "skip_incomplete", "supporting_passages", "separate_passages"),
-        ((*_ROWS, *_RULER_ROWS), "a file or a data set of the Hub"),
-    ),
-    "by": (_ROWS, "a file or a data set of the Hub that is no task of RULER"),
-    "config": (
-        ("name", "ruler/name", "generated"),
-        "a data set of the Hub, or generated documents that are no task of RULER",
-    ),
-    "document_tokens": (("generated", "ruler/generated", *_RULER_ROWS), "generated documents or a task of RULER"),
-}
 _HOPS = {"one_hop": 1, "two_hop": 2}
 _ATTEMPTS = 100
 
@@ -62,53 +49,56 @@ def load_datasets(
 
     Args:
         sources: in any form that `parse_sources` takes; a `max_samples` of theirs is drawn for each task, and a source
-            with `by` becomes a data set for each value of that column.
+            with `by` becomes a data set for each value of that column. Of kind "needles" or a task of RULER, their
+            running text or questions become contexts of one length.
         tokenizer: measures the length of generated documents.
         domain: "in" or "out".
         data_dir: folder that files are relative to.
-        seed: draws generated documents and tasks of RULER.
-        num_documents: number of generated documents, and of questions of a RULER task.
+        seed: draws generated documents, needles and tasks of RULER.
+        num_documents: number of generated documents, of needles, and of questions of a RULER task.
         document_tokens: length limit of these, where their source has none.
 
     Raises:
-        ValueError: no such file, data set or kind of question, a column that is not there, a field that says nothing
-            of its source, or a data set without rows.
+        ValueError: no such file, data set or kind of question, a column that is not there, or a data set without rows.
     """
     for place in sources:
         if isinstance(place, str) and (Path(data_dir or ".") / place).is_dir():
             raise ValueError(f"{place!r} is a folder: name its files, such as {place}/*.parquet")
-    found = []
+    datasets: list[EvaluationDataset] = []
     for source in parse_sources(sources):
         if source.contexts_per_document > 1:
             raise ValueError(
                 f"contexts_per_document of source {source.label!r} joins contexts when training draws them, and an "
                 f"evaluation asks about each alone: leave it out, got {source.contexts_per_document}"
             )
-        _check_fields(source)
-        length = source.document_tokens or document_tokens
-        if source.kind in ruler.TASKS:
-            made = [_ruler_task(source, tokenizer, domain, data_dir, seed, num_documents, length)]
+        length, number = source.document_tokens or document_tokens, source.max_samples or num_documents
+        if source.kind in (NEEDLES, *ruler.TASKS):
+            of_source = [_hidden_facts(source, tokenizer, domain, data_dir, seed, number, length)]
         elif source.generated:
             examples = _generated_examples(source, tokenizer, seed, num_documents, length)
-            made = [EvaluationDataset(data_set_name(source), examples, domain, source.max_samples, source.tasks)]
+            of_source = [EvaluationDataset(data_set_name(source), examples, domain, source.max_samples, source.tasks)]
         else:
             if source.kind is not None:
-                check_choice(f"kind of source {source.label!r}:", source.kind, ruler.TASKS)
-            made = _read(source, domain, data_dir, seed)
-        found += [replace(data, source=source_in_report(source)) for data in made]
-    return found
+                check_choice(f"kind of source {source.label!r}:", source.kind, (NEEDLES, *ruler.TASKS))
+            of_source = _read(source, domain, data_dir, seed)
+        datasets += [replace(data, source=source_in_report(source)) for data in of_source]
+    return datasets
 
 
-def _check_fields(source: DataSource) -> None:
-    """Raise `ValueError` when a source that is evaluated has a field that says nothing of what it is."""
-    place = next(name for name in ("name", "path", "generated") if getattr(source, name))
-    kind = f"ruler/{place}" if source.kind in ruler.TASKS else place
-    for name, (kinds, words) in _KINDS_WITH.items():
-        value = getattr(source, name)
-        if value != getattr(DataSource, name) and kind not in kinds:
-            raise ValueError(
-                f"{name} of source {source.label!r} needs {words} in an evaluation: leave it out, got {value!r}"
-            )
+def sources_of_task(sources: Sequence[str], task: str, lengths: Sequence[int]) -> list[DataSource]:
+    """The sources of "needles" or "ruler": each as contexts of each length, and of RULER as all of its tasks."""
+
+    def kinds(source: DataSource) -> Sequence[str]:
+        if task == NEEDLES or source.kind is not None:
+            return [source.kind or NEEDLES]
+        return ruler.GENERATED_TASKS if source.generated else ruler.ESSAY_TASKS
+
+    return [
+        replace(source, kind=kind, document_tokens=length)
+        for source in parse_sources(sources)
+        for kind in kinds(source)
+        for length in lengths
+    ]
 
 
 def source_in_report(source: DataSource) -> dict[str, Any]:
@@ -148,10 +138,7 @@ def _read(source: DataSource, domain: str, data_dir: str | None, seed: int) -> l
     max_samples = None if source.streaming and source.rows is None else source.max_samples
 
     def data_set(name: str, rows: pyarrow.Table) -> EvaluationDataset:
-        try:
-            examples = rows.to_pylist()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"source {source.label!r} has a text that is not UTF-8: {error}") from error
+        examples = rows.to_pylist()
         if "context" in rows.column_names and is_list(rows["context"].type):
             examples = [{**example, "context": PassageText(example["context"])} for example in examples]
         return EvaluationDataset(name, examples, domain, max_samples, source.tasks)
@@ -159,30 +146,25 @@ def _read(source: DataSource, domain: str, data_dir: str | None, seed: int) -> l
     if source.by is None:
         return [data_set(data_set_name(source), wanted)]
     values = column_of(table, source.by, source)
-    try:
-        different = values.unique()
-    except pyarrow.ArrowNotImplementedError as error:
-        raise ValueError(
-            f"by of source {source.label!r} needs a column of texts or numbers, and {source.by!r} has {values.type}"
-        ) from error
     if values.null_count:
         logger.warning("source %r: %d rows have no %s, and are left out", source.label, values.null_count, source.by)
     return [
         data_set(f"{data_set_name(source)}/{value}", wanted.filter(pyarrow.compute.equal(values, value)))
-        for value in different
+        for value in values.unique()
         if value.is_valid
     ]
 
 
-def _ruler_task(
+def _hidden_facts(
     source: DataSource,
     tokenizer: PreTrainedTokenizerBase,
     domain: str,
     data_dir: str | None,
     seed: int,
-    num_documents: int,
+    number: int,
     num_tokens: int,
 ) -> EvaluationDataset:
+    """Needles in running text, or a task of RULER, in contexts of one length."""
     texts, questions = [], []
     if not source.generated:
         # A stream needs an end.
@@ -194,13 +176,15 @@ def _ruler_task(
         if {"context", "question", "answers"} <= set(table.column_names):
             rows = table.select(["context", "question", "answers"]).to_pylist()
             questions = [
-                {**row, "answers": accepted_answers(row["answers"], source.label, number)}
-                for number, row in enumerate(rows)
+                {**row, "answers": accepted_answers(row["answers"], source.label, place)}
+                for place, row in enumerate(rows)
             ]
-    number = source.max_samples or num_documents
-    examples = ruler.ruler_examples(str(source.kind), tokenizer, num_tokens, number, seed, texts, questions)
-    name = source.title or f"{source.kind}, {num_tokens} tokens"
-    return EvaluationDataset(name, examples, domain, only=source.tasks or ("question_answering",))
+    if source.kind == NEEDLES:
+        examples = needle_examples(texts, tokenizer, num_tokens, number, seed)
+    else:
+        examples = ruler.ruler_examples(str(source.kind), tokenizer, num_tokens, number, seed, texts, questions)
+    name = f"{source.title or source.kind}, {num_tokens} tokens"
+    return EvaluationDataset(name, examples, domain, only=("question_answering",))
 
 
 def _generated_examples(

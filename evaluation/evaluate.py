@@ -3,11 +3,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,23 +15,21 @@ from ..data.prompts import default_prompts
 from ..data.task_tokens import task_start_ids
 from ..modeling.checkpoint.fingerprints import answer_settings_fingerprint, fingerprint
 from ..modeling.parts.base_precision import trained_base_weights
+from ..modeling.parts.prompting import context_opening
 from ..modeling.parts.text_ids import start_token_id, text_tokenizer
 from ..reporting.result_files import rounded
 from .bert_score import BertScorer
-from .context_limits import context_limit, lowest_ratio, within_encoder_tokens
-from .held_out import add_record, check_held_out, shared_documents
-from .progress_file import ProgressFile
+from .held_out import Sources, add_record, check_held_out, check_sources
 from .report import EvaluationReport
-from .results import add_resamples, add_results, samples_digest
+from .results import add_results, samples_digest
 from .rows import FULL_CONTEXT, NO_CONTEXT, alternative_condition, ratio_condition
 from .samples import EvaluationDataset, Sample, SampleBuilder
-from .scoring import Condition, Scorer
-from .seq2seq_scoring import Seq2SeqScorer
+from .scoring import Condition, Scorer, Seq2SeqScorer
 from .settings import EvaluationSettings
-from .tallies import Tally
 
 # What more data sets and tasks add to the settings of a report.
 _GROWING = ("tasks", "samples", "sources", "left_out")
+_Work = list[tuple[EvaluationDataset, str, list[Sample]]]
 
 
 def evaluate_model(
@@ -48,7 +45,6 @@ def evaluate_model(
     notes: Mapping[str, Any] | None = None,
     records: Mapping[str, TrainingDocuments | None] | None = None,
     resume_from: EvaluationReport | None = None,
-    progress_file: str | Path | None = None,
     on_result: Callable[[EvaluationReport], Any] = lambda report: None,
 ) -> EvaluationReport:
     """Score a model on data sets: without context, with full context, and a compressor at every ratio.
@@ -67,12 +63,10 @@ def evaluate_model(
         num_parameters: of the checkpoint, where adapters are merged; the model's when `None`.
         progress: whether to show a progress bar.
         notes: what the report's settings should say besides.
-        records: by name, what trained and chose the models, or whatever else chose them, none of which may be among
-            the documents of `datasets`; what stands beside the weights of model and teacher when `None`.
-        resume_from: an unfinished report of the same evaluation, whose rows are taken over and not scored again; data
-            sets and tasks may be added to it.
-        progress_file: what has been scored of a data set that is not done; it is gone on with where it is there, and
-            deleted in the end.
+        records: by name, what trained and chose the models; what stands beside their weights when `None`. Documents
+            among these are refused.
+        resume_from: an unfinished report of the same evaluation, whose rows are not scored again; data sets and tasks
+            may be added to it.
         on_result: called with the report after each task on each data set.
 
     Returns:
@@ -80,11 +74,8 @@ def evaluate_model(
 
     Raises:
         TypeError: the model is neither a compressor nor a causal language model.
-        ValueError: ratios, a memory type, a teacher or zero shot for a plain language model, a ratio that the
-            checkpoint was not trained for, "auto" without a ratio selector, a task that no data set serves, two data
-            sets of one name, a teacher with another vocabulary, a context that does not fit and may not be cut,
-            documents that trained a model or chose it, generation settings that are not allowed, or a report or file
-            to resume from that is of another evaluation.
+        ValueError: settings, data sets, a teacher or a report to resume from that do not go with the model, a context
+            that does not fit and may not be cut, or documents that trained or chose a model.
     """
     settings = settings or EvaluationSettings()
     compresses = can_compress(model)
@@ -92,115 +83,107 @@ def evaluate_model(
         _check_language_model(model, teacher, settings)
     elif model.config.task_token_ids or model.config.prompt_format == "chat":
         tokenizer = text_tokenizer(tokenizer)
-    work = _work(datasets, settings)
     ratios = _ratios(model.config, settings) if compresses and not settings.bounds_only else []
     conditions = _conditions(model, teacher, ratios, settings)
-    in_words = any(condition.with_context for condition in conditions)
-    prompts = settings.prompts or (default_prompts(model.config) if compresses else None)
+    if compresses:
+        settings = replace(
+            settings,
+            prompts=settings.prompts or default_prompts(model.config),
+            prompt_format=model.config.prompt_format,
+            context_prefix=settings.context_prefix or model.config.context_prefix,
+        )
     builder = SampleBuilder(
         tokenizer,
+        settings,
         _max_positions([model.config] if teacher is None else [model.config, teacher.config]),
-        settings.max_new_tokens,
-        settings.context_tokens,
-        settings.continuation_tokens,
-        settings.truncate_context,
-        settings.seed,
         _max_context_tokens(model, tokenizer, ratios, settings),
-        prompts,
-        settings.context_prefix or (model.config.context_prefix if compresses else ""),
-        settings.truncation_side,
-        prompt_format=model.config.prompt_format if compresses else settings.prompt_format,
-        most_tokens=settings.max_context_tokens if settings.leave_out_long else None,
-        context_per_position=lowest_ratio(model, ratios) if ratios and not in_words else 1,
+        1 if any(condition.with_context for condition in conditions) else lowest_ratio(model.config, ratios),
     )
     if compresses:
         _check_prefix(model, builder.prefix_ids, teacher, ratios, settings)
     # All samples are made before anything is scored, so that a data set that does not fit is refused at once.
-    lengths = settings.restoration_lengths
-    samples: list[tuple[EvaluationDataset, str, Sequence[Sample]]] = [
+    work: _Work = [
         entry
-        for dataset, task in work
-        for entry in builder.build_by_length(dataset, task, lengths, settings.max_samples)
+        for dataset, task in _tasks_of_datasets(datasets, settings)
+        for entry in builder.build_by_length(dataset, task, settings.restoration_lengths, settings.max_samples)
     ]
-    if ratios:
-        samples = within_encoder_tokens(model, builder, ratios, samples)
-    scorer = (Seq2SeqScorer if model.config.is_encoder_decoder else Scorer)(
-        model,
-        tokenizer,
-        conditions,
-        start_token_id(tokenizer),
-        task_start_ids(model.config) if compresses else {},
-        settings.allow_untrained_ratio,
-        _bert_scorer(settings, model.device),
-        settings.repetition_penalty,
-        settings.generation,
-        settings.seed,
-        settings.memory_dtype,
-    )
     name = model_name or model_label(model.name_or_path or type(model).__name__)
     if records is None:
         records = {name: TrainingDocuments.of(model.name_or_path, on_hub=compresses)}
         if teacher is not None:
-            label, of_teacher = model_label(teacher.name_or_path), TrainingDocuments.of(teacher.name_or_path)
-            add_record(records, label, of_teacher)
-    held_out = check_held_out(samples, records, settings.allow_trained_documents)
+            add_record(records, model_label(teacher.name_or_path), TrainingDocuments.of(teacher.name_or_path))
+    documents: dict[str, set[str]] = {}
+    for dataset, _, samples in work:
+        documents.setdefault(dataset.name, set()).update(id_ for sample in samples for id_ in sample.source_ids)
     report = EvaluationReport(
         model=name,
         bounds="own_decoder" if teacher is None else "teacher",
         num_parameters=num_parameters or model.num_parameters(),
-        held_out=held_out,
-        documents=_documents(samples),
+        held_out=check_held_out(work, records, settings.allow_trained_documents),
+        documents={dataset: " ".join(sorted(ids)) for dataset, ids in documents.items()},
         settings={
             **asdict(settings),
             "ratios": ratios,
             **({"ratio_scale": model.config.ratio_scale} if "auto" in ratios else {}),
-            "prompts": model_label(prompts) if isinstance(prompts, str) else prompts,
-            "prompt_format": builder.prompt_format,
-            "context_prefix": builder.context_prefix,
-            "generation": decoding_of(model, scorer.generation),
+            "prompts": model_label(settings.prompts) if isinstance(settings.prompts, str) else settings.prompts,
+            "generation": greedy_decoding(model) | settings.generation,
             "bert_score_model": settings.bert_score_model and model_label(settings.bert_score_model),
             "dtype": str(model.dtype),
             "device": model.device.type,
             **weights_and_configuration(model),
             "eos_token_id": model.generation_config.eos_token_id,
             "teacher_weights": None if teacher is None else fingerprint(teacher),
-            "samples": {f"{data.name}, {task}": samples_digest(made) for data, task, made in samples},
-            "sources": {data.name: data.source for data, *_ in samples if data.source},
+            "samples": {f"{data.name}, {task}": samples_digest(samples) for data, task, samples in work},
+            "sources": {data.name: data.source for data, *_ in work if data.source},
             "left_out": builder.left_out,
             **(notes or {}),
         },
     )
     if resume_from is not None:
-        _take_over(report, resume_from, records, {dataset.name: dataset.domain for dataset, *_ in samples})
-    file = None
-    if progress_file is not None:
-        same = {name: value for name, value in report.settings.items() if name not in _GROWING}
-        file = ProgressFile(progress_file, {"model": report.model, "bounds": report.bounds, **same})
+        _take_over(report, resume_from, records)
+    scorer = (Seq2SeqScorer if model.config.is_encoder_decoder else Scorer)(
+        model,
+        tokenizer,
+        conditions,
+        start_token_id(tokenizer),
+        settings,
+        task_start_ids(model.config) if compresses else {},
+    )
     with _evaluation_mode([model] if teacher is None else [model, teacher]):
-        _score_all(report, scorer, samples, settings, progress, on_result, file)
-    if file is not None:
-        file.path.unlink()
+        _score_all(report, scorer, work, progress, on_result)
     return report
 
 
-def _documents(samples: Sequence[tuple[EvaluationDataset, str, Sequence[Sample]]]) -> dict[str, str]:
-    """Data set -> the ids of its documents."""
-    found: dict[str, set[str]] = {}
-    for dataset, _, made in samples:
-        found.setdefault(dataset.name, set()).update(id_ for sample in made for id_ in sample.source_ids)
-    return {name: " ".join(sorted(ids)) for name, ids in found.items()}
-
-
-def decoding_of(model: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:
-    """How everything is written, where that is not greedy: the model's own configuration, and what was given."""
+def greedy_decoding(model: PreTrainedModel) -> dict[str, Any]:
+    """How everything is written: greedily, and besides as the model's own generation configuration says."""
     own = model.generation_config.to_diff_dict() if model.generation_config is not None else {}
     kept = {name: value for name, value in own.items() if not name.endswith(("_id", "_version")) and name[0] != "_"}
-    return {**kept, "do_sample": False, "num_beams": 1, **given}
+    return {**kept, "do_sample": False, "num_beams": 1}
 
 
 def can_compress(model: PreTrainedModel) -> bool:
-    """Whether a model is a compressor, and not a plain language model."""
+    """Return True for a compressor, False for a plain language model."""
     return callable(getattr(model, "compress", None))
+
+
+def model_label(name: str) -> str:
+    """A model's name for reports: a Hub id as it is, of a folder only the last part."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_absolute() or path.exists() else name
+
+
+def weights_and_configuration(model: PreTrainedModel) -> dict[str, Any]:
+    """Fingerprints of a model's weights and of what changes its answers."""
+    return {
+        "weights": fingerprint(model, of_answers=True),
+        "configuration": answer_settings_fingerprint(model.config),
+    }
+
+
+def lowest_ratio(config: PreTrainedConfig, ratios: Sequence[int | str]) -> int:
+    """The lowest ratio that contexts may be compressed at, 1 without any; "auto" may take any of the checkpoint's."""
+    own = config.compression_ratios if "auto" in ratios else ()
+    return min((int(ratio) for ratio in (*ratios, *own) if ratio != "auto"), default=1)
 
 
 def _check_language_model(
@@ -237,10 +220,7 @@ def _evaluation_mode(models: Sequence[PreTrainedModel]) -> Iterator[None]:
 
 
 def _take_over(
-    report: EvaluationReport,
-    earlier: EvaluationReport,
-    records: Mapping[str, TrainingDocuments | None],
-    domains: Mapping[str, str],
+    report: EvaluationReport, earlier: EvaluationReport, records: Mapping[str, TrainingDocuments | None]
 ) -> None:
     """Take over the rows of an earlier report of the same evaluation, and the documents that it scored."""
     # A file has fewer digits.
@@ -249,107 +229,49 @@ def _take_over(
     mine, theirs = mine["settings"], theirs["settings"]
     differing += [name for name in mine if name not in _GROWING and mine[name] != theirs.get(name)]
     samples = theirs.get("samples", {})
-    moved = {row.dataset for row in earlier.rows if domains.get(row.dataset, row.domain) != row.domain}
-    differing += [f"the domain of {name}" for name in sorted(moved)]
     differing += [name for name, digest in mine["samples"].items() if samples.get(name, digest) != digest]
-    check_is_same(differing)
+    if differing:
+        raise ValueError(f"the report to resume from is of another evaluation; it differs in {', '.join(differing)}")
     report.settings |= {name: theirs.get(name, {}) | mine[name] for name in _GROWING[1:]}
     report.settings["tasks"] = list(dict.fromkeys([*theirs.get("tasks", ()), *mine["tasks"]]))
     for name, ids in earlier.documents.items():
-        both = {*ids.split(), *report.documents.get(name, "").split()}
-        report.documents[name] = " ".join(sorted(both))
-    report.held_out = earlier.held_out | report.held_out
-    for name, record in records.items():
-        if record is not None:
-            report.held_out[name]["shared"] = shared_documents(report.documents, record)
-    report.take_over(earlier)
-
-
-def check_is_same(differing: Sequence[str]) -> None:
-    """Raise `ValueError` where an earlier report differs in anything.
-
-    Args:
-        differing: names of what differs.
-    """
-    if differing:
-        raise ValueError(f"the report to resume from is of another evaluation; it differs in {', '.join(differing)}")
+        report.documents[name] = " ".join(sorted({*ids.split(), *report.documents.get(name, "").split()}))
+    sources = {name: [Sources(name, tuple(ids.split()))] for name, ids in report.documents.items()}
+    report.held_out = earlier.held_out | check_sources(sources, records, allow_shared=True)
+    for row in earlier.rows:
+        report.add(row)
 
 
 def _score_all(
     report: EvaluationReport,
     scorer: Scorer,
-    work: Sequence[tuple[EvaluationDataset, str, Sequence[Sample]]],
-    settings: EvaluationSettings,
+    work: _Work,
     progress: bool,
     on_result: Callable[[EvaluationReport], Any],
-    file: ProgressFile | None = None,
 ) -> None:
-    done = {(row.dataset, row.task) for row in report.rows}
-    conditions = {task: sum(condition.serves(task) for condition in scorer.conditions) for _, task, _ in work}
-    total = sum(len(samples) * conditions[task] for dataset, task, samples in work if (dataset.name, task) not in done)
+    settings, done = scorer.settings, {(row.dataset, row.task) for row in report.rows}
+    folder = settings.bert_score_model
+    bert_scorer = folder and BertScorer(folder, settings.bert_score_layer, scorer.compressor.device)
+    left = [(dataset, task, samples) for dataset, task, samples in work if (dataset.name, task) not in done]
+    total = sum(len(samples) * sum(c.serves(task) for c in scorer.conditions) for _, task, samples in left)
     # Of each sample under each condition, which may take minutes.
     with tqdm(total=total, desc="evaluate", unit="answer", disable=not progress) as bar:
-        for dataset, task, samples in work:
+        for dataset, task, samples in left:
             name = f"{dataset.name}, {task}"
             bar.set_postfix_str(name)
-            digest = f"{dataset.name}, {task}, {samples_digest(samples)}"
-            known = {} if file is None else file.rows(digest)
-            is_done = (dataset.name, task) in done
-            # Without what its samples got, nothing more is known of it than its rows.
-            if is_done and len(known) < len(samples):
-                continue
-            bar.update(0 if is_done else len(known) * conditions[task])
-
-            def note(rows: list[int], tallies: Mapping[str, Tally], digest: str = digest) -> None:
-                if file is not None:
-                    states = {row: {name: tally.state(row) for name, tally in tallies.items()} for row in rows}
-                    file.add(digest, states)
 
             def show(condition: Condition, num_samples: int, name: str = name) -> None:
                 bar.set_postfix_str(f"{name}, {condition.name}", refresh=False)
                 bar.update(num_samples)
 
-            tallies = scorer.tallies(
-                task,
-                samples,
-                settings.batch_size,
-                settings.max_new_tokens.get(task),
-                settings.reconstruction_bleu,
-                note,
-                settings.answer_perplexity,
-                known,
-                show,
-            )
-            resampling = (settings.seed, settings.num_resamples)
-            if is_done:
-                add_resamples(report, dataset, task, samples, tallies, *resampling)
-                continue
-            add_results(report, dataset, task, samples, tallies, *resampling, scorer.bert_scorer)
+            tallies = scorer.tallies(task, samples, show)
+            add_results(report, dataset, task, tallies, settings.seed, settings.num_resamples, bert_scorer or None)
             on_result(report)
 
 
-def _bert_scorer(settings: EvaluationSettings, device: torch.device) -> BertScorer | None:
-    folder = settings.bert_score_model
-    return None if folder is None else BertScorer(folder, settings.bert_score_layer, device)
-
-
-def weights_and_configuration(model: PreTrainedModel) -> dict[str, Any]:
-    """What tells a model from another one of its name: fingerprints of its weights and of what changes its answers."""
-    return {
-        "weights": fingerprint(model, of_answers=True),
-        "configuration": answer_settings_fingerprint(model.config),
-    }
-
-
-def model_label(name: str) -> str:
-    """A model's name for reports: a Hub id as it is, of a folder only the last part."""
-    path = Path(name).expanduser()
-    return path.resolve().name if path.is_absolute() or path.exists() else name
-
-
-def _work(datasets: Sequence[EvaluationDataset], settings: EvaluationSettings) -> list[tuple[EvaluationDataset, str]]:
-    if not datasets:
-        raise ValueError("datasets are empty: there is nothing to evaluate on")
+def _tasks_of_datasets(
+    datasets: Sequence[EvaluationDataset], settings: EvaluationSettings
+) -> list[tuple[EvaluationDataset, str]]:
     names = [dataset.name for dataset in datasets]
     if doubled := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"data sets must have different names, got {doubled} more than once")
@@ -378,8 +300,8 @@ def _conditions(
 ) -> list[Condition]:
     if settings.task_tokens_in_bounds and (teacher is not None or not getattr(model.config, "task_token_ids", None)):
         raise ValueError(
-            "task_tokens_in_bounds (--task-tokens-in-bounds) is for a compressor with task tokens, without a teacher: "
-            "nothing else has embeddings for them"
+            "task_tokens_in_bounds is for a compressor with task tokens, without a teacher: nothing else has "
+            "embeddings for them"
         )
     if teacher is not None and teacher.config.get_text_config().vocab_size < model.config.vocab_size:
         raise ValueError(
@@ -440,8 +362,23 @@ def _max_context_tokens(
     ratios: Sequence[int | str],
     settings: EvaluationSettings,
 ) -> int | None:
-    """Most tokens of a context: what the settings allow and, where it is compressed, what the encoder reads."""
-    limits = [settings.max_context_tokens, context_limit(model, tokenizer, ratios) if ratios else None]
+    """Most tokens of a context: what the settings allow and, where it is compressed, what the encoder reads.
+
+    An encoder with a tokenizer of its own reads other tokens, and refuses by itself.
+    """
+    limit = None
+    if ratios and model.encoder_tokenizer is None:
+        lowest = lowest_ratio(model.config, ratios)
+        limit = model.config.max_context_tokens(lowest)
+    if limit is not None:
+        num_start = len(context_opening(model.config, tokenizer))
+        if limit <= num_start:
+            raise ValueError(
+                f"the encoder reads contexts of {limit} tokens at most at ratio {lowest}, of which {num_start} are "
+                "start tokens: take a higher ratio"
+            )
+        limit -= num_start
+    limits = [settings.max_context_tokens, limit]
     return min((limit for limit in limits if limit is not None), default=None)
 
 

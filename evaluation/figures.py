@@ -16,24 +16,14 @@ _LEGEND_WIDTH = 90
 
 
 def blank_figure(width: float, height: float) -> Figure:
-    """An empty figure.
-
-    Args:
-        width: in inches.
-        height: in inches.
-    """
+    """An empty figure of a width and height in inches."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def line_figure(title: str, label: str) -> tuple[Figure, Axes]:
-    """A figure for lines or bars, and its axes.
-
-    Args:
-        title: above it.
-        label: of the vertical axis.
-    """
+    """A figure for lines or bars with a title and a vertical label, and its axes."""
     figure = blank_figure(7.0, 4.5)
     axes = figure.add_subplot()
     axes.set_title(title)

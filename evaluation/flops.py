@@ -6,9 +6,14 @@ What is counted and what is not, `LayerShape` says; what a method does with a co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..configuration.configuration_compressor import CompressorConfig
 from ..configuration.layer_shape import LayerShape, check_at_least, stack_flops
+from ..configuration.methods import methods_on
+from ..reporting.tables import markdown_table
+from .model_shapes import config_of, method_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -97,13 +102,52 @@ def answering_flops(
 def full_context_flops(
     config: PreTrainedConfig, num_context_tokens: int, question_length: int, answer_length: int
 ) -> int:
-    """Operations of answering from the context itself, uncompressed: what a speed-up is measured against.
-
-    Args:
-        config: a language model's configuration; a T5 encoder reads the context.
-        num_context_tokens: L.
-        question_length: L_q.
-        answer_length: L_a.
-    """
+    """Operations of answering from the context itself, uncompressed: what a speed-up is measured against."""
     reading = stack_flops(config, num_context_tokens) if config.is_encoder_decoder else 0
     return reading + generation_flops(config, num_context_tokens, question_length, answer_length)
+
+
+def flops_table(
+    base: str,
+    methods: Sequence[str] = (),
+    ratios: Sequence[int] = (),
+    context_tokens: int = 3253,
+    question_tokens: int = 50,
+    answer_tokens: int = 100,
+) -> str:
+    """What methods cost beside the full context, in 10^9 operations, as a Markdown table.
+
+    Args:
+        base: a name of `model_shapes.SHAPE_NAMES`, or the folder or Hub id of a language model or compressor.
+        methods: among `configuration.methods.METHODS`; all that go with the base when empty. Of a compressor, none.
+        ratios: compression ratios; when empty a compressor's own, else 4 and 8.
+        context_tokens: L; by default the mean of NaturalQuestions, as in GMSA's Table 7.
+        question_tokens: L_q.
+        answer_tokens: L_a.
+
+    Raises:
+        ValueError: a base or method that there is none of, or that do not go together.
+    """
+    config = config_of(base)
+    is_compressor = isinstance(config, CompressorConfig)
+    ratios = ratios or (config.compression_ratios if is_compressor else (4, 8))
+    configs = [config]
+    if not is_compressor:
+        configs = [method_config(method, config, ratios) for method in methods or methods_on(config)]
+    lengths = (question_tokens, answer_tokens)
+    full = full_context_flops(configs[0].decoder_config, context_tokens, *lengths)
+    rows = [["full context", "", "", "", _giga(full), _giga(full), "1.00", ""]]
+    for config in configs:
+        for ratio in ratios:
+            compression = compression_flops(config, context_tokens, ratio)
+            answer = answering_flops(config, context_tokens, ratio, *lengths)
+            counts = [_giga(value) for value in (compression, answer, compression + answer)]
+            speed_ups = [f"{full / (compression + answer):.2f}", f"{full / answer:.2f}"]
+            rows.append([config.method, str(ratio), str(config.num_slots(context_tokens, ratio)), *counts, *speed_ups])
+    header = ["method", "ratio", "slots", "compression", "answer", "together", "speed-up", "speed-up, memory kept"]
+    return markdown_table(header, rows)
+
+
+def _giga(flops: int) -> str:
+    value = flops / 1e9
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

@@ -10,9 +10,7 @@ is the harness' own command, which knows the model by this name once this module
 from __future__ import annotations
 
 import json
-import logging
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -32,7 +31,7 @@ except ImportError as error:
     raise ImportError("lm-evaluation-harness is not installed: pip install -e '.[lm-eval]' in the clone") from error
 
 from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
-from ..configuration.nearest_names import check_choice, nearest
+from ..configuration.nearest_names import nearest
 from ..modeling.checkpoint.fingerprints import fingerprint
 from ..modeling.checkpoint.pretrained_bases import load_from_place, tokenizer_from_place
 from ..modeling.parts.chat_template import opening_ids
@@ -43,11 +42,7 @@ from .scoring import end_ids
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-logger = logging.getLogger(__name__)
-
-# Characters of a document that questions and examples may well hold, too.
-_SHORT = 20
-MISSING_DOCUMENT = ("refuse", "read_prompt")
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,8 +77,6 @@ class CompressorLM(TemplateLM):
             `None` to have prompts read whole.
         document_in_prompt: whether the task's prompts hold the document word for word, as most tasks' do. `False` for
             tasks whose prompts leave it out.
-        missing_document: what is done with a row whose field is missing or empty: "refuse" it, or "read_prompt" by
-            the decoder alone.
         max_document_tokens: keep only so many tokens of a document; the number of those that were cut is logged.
         allow_untrained_ratio: go on with a ratio that the checkpoint was not trained for.
         batch_size: requests at once.
@@ -106,7 +99,6 @@ class CompressorLM(TemplateLM):
         ratio: int | str | None = None,
         document_field: str | None = "context",
         document_in_prompt: bool = True,
-        missing_document: str = "refuse",
         max_document_tokens: int | None = None,
         allow_untrained_ratio: bool = False,
         batch_size: int | str = 1,
@@ -117,9 +109,6 @@ class CompressorLM(TemplateLM):
         trust_remote_code: bool = False,
     ):
         super().__init__()
-        check_choice("missing_document:", missing_document, MISSING_DOCUMENT)
-        if not str(batch_size).isdecimal() or int(batch_size) < 1:
-            raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
         if isinstance(pretrained, (str, os.PathLike)):
             name = os.fspath(pretrained)
             tokenizer = tokenizer or tokenizer_from_place(name, trust_remote_code=trust_remote_code)
@@ -140,9 +129,8 @@ class CompressorLM(TemplateLM):
         self._plain_tokenizer = text_tokenizer(tokenizer)
         # Of the user's turn, in a chat.
         self._opening = (tokenizer.decode(opening_ids(tokenizer)) if tokenizer.chat_template else "") or None
-        self._warned_of_format = False
         self.ratio, self.document_field = ratio, document_field
-        self.document_in_prompt, self.missing_document = document_in_prompt, missing_document
+        self.document_in_prompt = document_in_prompt
         self.max_document_tokens, self.allow_untrained_ratio = max_document_tokens, allow_untrained_ratio
         self.batch_size, self.max_gen_toks = int(batch_size), max_gen_toks
         # By a document's hash, whether it was cut.
@@ -153,11 +141,7 @@ class CompressorLM(TemplateLM):
     # --- what the harness calls ---
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation behind the document's slots and the prompt, in nats.
-
-        Returns:
-            For each request the sum over the continuation's tokens, and whether each of them was the likeliest.
-        """
+        """Log-probability of each continuation behind the document's slots and the prompt, in nats."""
         readings = []
         for request in requests:
             document, prompt = self._document_and_prompt(request)
@@ -257,7 +241,7 @@ class CompressorLM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes beside the results: the checkpoint's weights, and how documents were read."""
-        names = ("document_field", "document_in_prompt", "missing_document", "max_document_tokens")
+        names = ("document_field", "document_in_prompt", "max_document_tokens")
         return {
             "model_num_parameters": self.model.num_parameters(),
             "model_dtype": str(self.model.dtype),
@@ -278,37 +262,20 @@ class CompressorLM(TemplateLM):
             return None, prompt
         place = f"document {request.doc_id} of task {request.task_name!r}"
         value = request.doc.get(self.document_field)
-        if value is not None and not isinstance(value, str):
-            raise TypeError(f"{place}: {self.document_field!r} must be a text, got {type(value).__name__}")
         document = (value or "").strip()
         if not document:
-            if self.missing_document == "read_prompt":
-                return None, prompt
             there = nearest(self.document_field, request.doc) if value is None else ""
             raise ValueError(
-                f"{place} has no text in {self.document_field!r}{there}: name its own field with document_field, or "
-                "have the prompt read without one (missing_document='read_prompt')"
+                f"{place} has no text in {self.document_field!r}{there}: name its field by document_field"
             )
-        if scores_prompt:
+        if scores_prompt or not self.document_in_prompt:
             return document, prompt
-        # A short document may stand inside of words, and be one of the question's.
-        is_short, number, rest = len(document) < _SHORT, prompt.count(document), prompt.replace(document, "")
-        if is_short:
-            before, behind = r"(?<!\w)" * document[0].isalnum(), r"(?!\w)" * document[-1].isalnum()
-            rest, number = re.subn(f"{before}{re.escape(document)}{behind}", "", prompt)
-        if not number if self.document_in_prompt else number and not is_short:
-            advice = {
-                True: "does not hold the document word for word, so that it cannot be taken out: pass "
-                "document_in_prompt=False if the task's prompts leave it out",
-                False: "holds the document, which would be read twice: leave out document_in_prompt=False",
-            }
-            raise ValueError(f"{place}: the prompt {advice[self.document_in_prompt]}")
-        if self.document_in_prompt and number > 1 and is_short:
+        if prompt.count(document) == 0:
             raise ValueError(
-                f"{place}: the prompt holds the document {document!r} {number} times, so that nothing tells which it "
-                "is: pass document_in_prompt=False with prompts that leave it out"
+                f"{place}: the prompt does not hold the document word for word, so that it cannot be taken out: pass "
+                "document_in_prompt=False if the task's prompts leave it out"
             )
-        return document, rest if self.document_in_prompt else prompt
+        return document, prompt.replace(document, "")
 
     def _is_chat(self, prompt: str) -> bool:
         return self._opening is not None and self._opening in prompt
@@ -317,9 +284,8 @@ class CompressorLM(TemplateLM):
         """A prompt's ids with what the checkpoint's texts start with in front, one token at least."""
         config, is_chat = self.model.config, self._is_chat(prompt)
         num_words = max(0, len(ids) - (len(self._opening_ids(prompt)) if is_chat else 0))
-        if config.prompt_format == "chat" and not is_chat and not self._warned_of_format:
-            logger.warning("the checkpoint was trained in its chat template: pass apply_chat_template=True")
-            self._warned_of_format = True
+        if config.prompt_format == "chat" and not is_chat:
+            logger.warning_once("the checkpoint was trained in its chat template: pass apply_chat_template=True")
         if document is None:
             start = [] if is_chat else [start_token_id(self.tokenizer)]
         else:
@@ -360,8 +326,8 @@ class CompressorLM(TemplateLM):
             longest = self.max_document_tokens
             for document, ids in zip(documents, self._compressor.document_ids(documents), strict=True):
                 is_cut = longest is not None and len(ids) > longest
-                if is_cut and not any(self._is_cut.values()):
-                    logger.warning("documents are cut to %d tokens; the results say how many (documents_cut)", longest)
+                if is_cut:
+                    logger.warning_once(f"documents are cut to {longest} tokens; documents_cut says how many")
                 self._is_cut[hash(document)] = is_cut
             memory = self._compressor.compress(documents, self.ratio, longest, self.allow_untrained_ratio)
             self._last = documents, memory
@@ -383,15 +349,7 @@ class CompressorLM(TemplateLM):
         return _left_padded(rows).to(self._device), mask.to(self._device)
 
     def _inputs(self, batch: Sequence[_Reading], num_new: int = 0) -> dict[str, Any]:
-        """Arguments of the model: memory and text, padded on the left so that all rows end in one column.
-
-        Args:
-            batch: all have a document, or none.
-            num_new: tokens that are written behind them.
-
-        Raises:
-            ValueError: the decoder has no positions for a row, however short its prompt.
-        """
+        """Arguments of the model: memory and text, padded on the left so that all rows end in one column."""
         memory = None
         if texts := [reading.document for reading in batch if reading.document is not None]:
             documents = list(dict.fromkeys(texts))
@@ -413,9 +371,9 @@ class CompressorLM(TemplateLM):
         needed = f"{taken} for slots, {len(reading.text_ids)} for a prompt and {num_behind} for what follows it"
         if surplus > len(reading.text_ids) - max(1, reading.num_kept):
             raise ValueError(f"the decoder has {limit} positions, too few however short the prompt is: {needed}")
-        if not self._num_prompts_cut:
-            said = "the decoder has %d positions, fewer than %s: prompts are cut on the left (prompts_cut counts them)"
-            logger.warning(said, limit, needed)
+        logger.warning_once(
+            f"the decoder has {limit} positions: prompts are cut on the left; prompts_cut says how many"
+        )
         self._num_prompts_cut += 1
         first = reading.num_kept
         return replace(reading, text_ids=reading.text_ids[:first] + reading.text_ids[first + surplus :])

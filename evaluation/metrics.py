@@ -32,18 +32,7 @@ def normalize_answer(text: str) -> str:
 
 
 def squad_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Exact match and token F1 with SQuAD's normalisation, each the best over a question's references.
-
-    Args:
-        predictions: one output per question.
-        references: the accepted answers of each question, at least one.
-
-    Returns:
-        `exact_match` and `f1`, averaged over the questions, 0 to 100.
-
-    Raises:
-        ValueError: no predictions, another number of references, or a question without one.
-    """
+    """Exact match and token F1 with SQuAD's normalisation, each the best over a question's references."""
     check_references(predictions, references)
     scores = squad(
         [{"prediction_text": prediction, "id": str(index)} for index, prediction in enumerate(predictions)],
@@ -56,15 +45,7 @@ def squad_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]
 
 
 def substring_accuracy(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Share of outputs that contain one of their answers, both in SQuAD's normal form, 0 to 100.
-
-    An answer of which the normal form leaves nothing ("The") is only found in an output that is empty, too. The score
-    is the "substring accuracy" of the mean-pooling paper's Table 10 and the "Acc" of GMSA; an output that lists every
-    possible answer gets full marks, so read it beside exact match.
-
-    Raises:
-        ValueError: no predictions, another number of references, or a question without one.
-    """
+    """Share of outputs that contain one of their answers, both in SQuAD's normal form, 0 to 100."""
     check_references(predictions, references)
     found = 0
     for prediction, answers in zip(predictions, references, strict=True):
@@ -78,12 +59,6 @@ def rouge_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]
     """ROUGE-1, ROUGE-2 and ROUGE-L F-measures without stemming, each the best over the references.
 
     ROUGE-L is one subsequence of the whole text: the order of its sentences counts.
-
-    Returns:
-        `rouge1`, `rouge2` and `rougeL`, averaged over the samples, 0 to 100.
-
-    Raises:
-        ValueError: no predictions, another number of references, or a sample without one.
     """
     check_references(predictions, references)
     scores = rouge_score(
@@ -94,13 +69,6 @@ def rouge_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]
 
 def rouge_lsum(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     """Summary-level ROUGE-L F-measure without stemming, the best over the references, averaged, 0 to 100.
-
-    Each sentence of a reference is matched with all of the prediction's, so that their order does not count. A line
-    ends a sentence, and so does a full stop, question mark or exclamation mark with a space behind it, even that of an
-    abbreviation.
-
-    Raises:
-        ValueError: no predictions, another number of references, or a sample without one.
 
     Source: ROUGE (Lin, 2004), section 3.2; T5's evaluation reports it as ROUGE-L.
     """
@@ -125,9 +93,6 @@ def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> flo
 
     There is no smoothing: a corpus without a single matching 4-gram scores 0. It is a score of the whole corpus, not a
     mean over samples.
-
-    Raises:
-        ValueError: no predictions, another number of references, or a sample without one.
     """
     check_references(predictions, references)
     counts = [bleu_counts(prediction, texts) for prediction, texts in zip(predictions, references, strict=True)]
@@ -135,11 +100,7 @@ def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> flo
 
 
 def bleu_counts(prediction: str, references: Sequence[str]) -> list[int]:
-    """What one sample adds to corpus BLEU-4: matching n-grams, n-grams, tokens, and tokens of the nearest reference.
-
-    Returns:
-        Ten numbers: the first two for each of 1 to 4 tokens.
-    """
+    """What one sample adds to corpus BLEU-4: matching n-grams, n-grams, tokens, and the nearest reference's tokens."""
     score = _BLEU.sentence_score(prediction, list(references))
     return [*score.counts, *score.totals, score.sys_len, score.ref_len]
 
@@ -156,23 +117,10 @@ def bleu_of_counts(counts: np.ndarray) -> np.ndarray:
 def prefix_exact_match(predicted_ids: Sequence[Sequence[int]], reference_ids: Sequence[Sequence[int]]) -> float:
     """Share of each reference that the output repeats from its start without a mistake, averaged, 0 to 100.
 
-    Args:
-        predicted_ids: token ids of each output; what it has beyond the reference does not count.
-        reference_ids: token ids of each reference, at least one token.
-
-    Raises:
-        ValueError: no outputs, another number of references, or a reference without tokens.
-
     Source: GMSA, footnote 2.
     """
-    if not len(predicted_ids):
-        raise ValueError("predicted_ids are empty: there is nothing to score")
-    if len(predicted_ids) != len(reference_ids):
-        raise ValueError(f"{len(predicted_ids)} outputs do not match {len(reference_ids)} references")
     total = 0.0
-    for index, (predicted, reference) in enumerate(zip(predicted_ids, reference_ids, strict=True)):
-        if not len(reference):
-            raise ValueError(f"reference_ids[{index}] has no tokens")
+    for predicted, reference in zip(predicted_ids, reference_ids, strict=True):
         is_same = (left == right for left, right in zip(predicted, reference, strict=False))
         total += sum(itertools.takewhile(bool, is_same)) / len(reference)
     return 100.0 * total / len(predicted_ids)
@@ -184,14 +132,7 @@ def summed_nll(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -
     Args:
         logits: scores for each label, already shifted, `(batch_size, num_tokens, vocab_size)`.
         labels: token ids, `(batch_size, num_tokens)`; `ignore_index` where nothing is counted.
-
-    Raises:
-        ValueError: the shapes do not belong together.
     """
-    if logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} must agree in all but the vocabulary"
-        )
     total = 0.0
     # One row at a time: a float32 copy of all logits would be the largest tensor of an evaluation.
     for row_logits, row_labels in zip(logits.flatten(0, -3), labels.flatten(0, -2), strict=True):
@@ -208,15 +149,6 @@ def teacher_normalized(score: Number, full: Number, none: Number) -> Number:
     Works for scores where lower is better, too, since the sign cancels. It only means something where the full context
     helps: a teacher that does worse with the context than without turns the scale round.
 
-    Args:
-        score: the score with the compressed context.
-        full: the teacher's score with the full context.
-        none: the teacher's score without context; all three are numbers, or arrays such as scores of resamples.
-
-    Returns:
-        1 at the full-context score, 0 at the no-context score, NaN where the two are equal (then the context is worth
-        nothing and the share is not defined).
-
     Source: mean-pooling paper, section 5.1, Metrics.
     """
     worth = np.asarray(full, dtype=np.float64) - none
@@ -227,15 +159,8 @@ def teacher_normalized(score: Number, full: Number, none: Number) -> Number:
 
 def check_references(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
     """Refuse texts that cannot be scored: none at all, another number of references, or a sample without one."""
-    for name, value in (("predictions", predictions), ("references", references)):
-        if isinstance(value, str):
-            raise TypeError(f"{name} must be a list, got the string {value!r}")
-    if not predictions:
-        raise ValueError("predictions are empty: there is nothing to score")
-    if len(predictions) != len(references):
-        raise ValueError(f"{len(predictions)} predictions do not match {len(references)} references")
+    if not predictions or len(predictions) != len(references):
+        raise ValueError(f"one or more predictions need references, got {len(predictions)} and {len(references)}")
     for index, answers in enumerate(references):
-        if isinstance(answers, str):
-            raise TypeError(f"references[{index}] must be a list of strings, got the string {answers!r}")
-        if not len(answers):
-            raise ValueError(f"references[{index}] is empty: every prediction needs at least one reference")
+        if isinstance(answers, str) or not len(answers):
+            raise ValueError(f"references[{index}] must be a list of one or more texts, got {answers!r}")

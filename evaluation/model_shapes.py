@@ -73,7 +73,7 @@ SHAPE_NAMES = tuple(_SHAPES)
 
 
 def _auto_config() -> type[AutoConfig]:
-    """`AutoConfig` knowing the methods; imported late, since the names above are asked for without it."""
+    """`AutoConfig` with this package's methods; imported late, since the names above are asked for without it."""
     from transformers import AutoConfig
 
     from .. import modeling  # noqa: F401
@@ -82,11 +82,7 @@ def _auto_config() -> type[AutoConfig]:
 
 
 def named_config(name: str) -> PreTrainedConfig:
-    """A new configuration of a well-known shape, such as "llama-2-7b".
-
-    Raises:
-        ValueError: no such name.
-    """
+    """A new configuration of a well-known shape, such as "llama-2-7b"."""
     if name not in _SHAPES:
         raise ValueError(f"there is no shape {name!r}{nearest(name, SHAPE_NAMES)}")
     fields = dict(_SHAPES[name])
@@ -94,14 +90,7 @@ def named_config(name: str) -> PreTrainedConfig:
 
 
 def config_of(name: str) -> PreTrainedConfig:
-    """The configuration of a named shape, of a folder, or of a model on the Hub.
-
-    Args:
-        name: one of `SHAPE_NAMES`, a folder with a `config.json`, or a Hub id such as "organisation/model".
-
-    Raises:
-        ValueError: none of these.
-    """
+    """The configuration of a named shape, of a folder, or of a model on the Hub."""
     if name in _SHAPES or not ("/" in name or Path(name).is_dir()):
         return named_config(name)
     from ..modeling.checkpoint.pretrained_bases import base_place
@@ -119,14 +108,7 @@ def method_config(
     encoder_depth: int | None = None,
     max_context_tokens: int | None = None,
 ) -> PreTrainedConfig:
-    """A method's configuration on a base; arguments as `CompressorConfig.for_base`, and:
-
-    Args:
-        method: its name in `configuration.methods`.
-
-    Raises:
-        ValueError: a method that does not go with the base, or more encoder layers than the base has.
-    """
+    """A method's configuration on a base; arguments as `CompressorConfig.for_base`, and:"""
     check_choice("method", method, METHODS)
     if method not in methods_on(base):
         raise ValueError(f"{method} does not go with a base of type {base.model_type!r}; {methods_on(base)} do")

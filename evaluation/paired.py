@@ -23,15 +23,12 @@ class PairedDifference:
 
     Args:
         metric: what was scored; of a perplexity, everything is in nats per token.
-        first: mean of the first one, over its seeds.
-        second: of the second one.
+        first, second: means of both, over their seeds.
         difference: first minus second.
         interval: its 95 % bootstrap interval, over documents, and over seeds where there are several.
-        num_samples: samples of a seed.
-        num_documents: their different documents.
+        num_samples, num_documents: of a seed.
         num_seeds: runs of the first and of the second one.
-        first_interval: of `first` alone, as `interval`.
-        second_interval: of `second` alone.
+        first_interval, second_interval: as `interval`, of one alone.
     """
 
     metric: str
@@ -47,7 +44,7 @@ class PairedDifference:
 
     @property
     def verdict(self) -> str:
-        """Of the first one: "better", "worse", or "cannot be told" where the interval holds zero."""
+        """Of the first one: "better", "worse", or "inconclusive" where the interval includes 0."""
         return verdict(self.interval, self.metric)
 
 
@@ -63,9 +60,8 @@ def paired_difference(
     """Compare two conditions or systems on the very same samples of one data set and task.
 
     A resample draws documents with replacement, the same ones for both, so that what makes a question hard cancels.
-    Where a system was trained with several seeds, it draws its runs with replacement, too, those of two systems
-    apart, for two conditions of one system the same ones; with two or three runs, the interval then reaches at least
-    from the lowest of them to the highest.
+    Where a system was trained with several seeds, it draws its runs, too, for two conditions of one system the same
+    ones.
 
     Args:
         first: what the samples got, from `read_answers` or a report; or a list of such, one for each seed.
@@ -78,25 +74,20 @@ def paired_difference(
         seed: draws them.
 
     Raises:
-        ValueError: not the same samples, one that is there twice, samples of more than one data set or task, a
-            condition or a metric that is not there, a score that is not finite, or a metric of a whole corpus.
+        ValueError: not the same samples of one data set and task, a condition or a metric that is not there, a score
+            that is not finite, or a metric of a whole corpus.
     """
     if metric in _OF_A_CORPUS:
         raise ValueError(f"{metric} is a score of a whole corpus, which has no difference by sample: take another one")
     runs = [_runs(first), _runs(second)]
     samples = {_key(sample): sample.document for sample in runs[0][0]}
     for run in (*runs[0], *runs[1]):
-        if doubled := [key for key, number in Counter(map(_key, run)).items() if number > 1]:
-            dataset, task, name, question, *_ = doubled[0]
+        keys = Counter(map(_key, run))
+        if keys != dict.fromkeys(samples, 1):
+            unlike = next((key for key, number in keys.items() if number > 1 or key not in samples), next(iter(keys)))
             raise ValueError(
-                f"samples must be different ones, got {len(doubled)} of {dataset!r}, {task}, more than once, such as "
-                f"{name!r} with the question {question!r}: give rows with different ids"
-            )
-        if len(run) != len(samples) or {_key(sample) for sample in run} != samples.keys():
-            unlike = next((sample for sample in run if _key(sample) not in samples), run[0])
-            raise ValueError(
-                f"all runs must have the same samples of a data set and task, got {len(samples)} and {len(run)}, and "
-                f"the sample {unlike.id!r} with what it should be, {unlike.references!r}, in one of them alone"
+                f"all runs must have the same samples of a data set and task, each once, got {len(samples)} and "
+                f"{len(run)}, and {unlike} not once in each"
             )
     if len({key[:2] for key in samples}) != 1:
         raise ValueError(f"samples must be of one data set and task, got {sorted({key[:2] for key in samples})}")
@@ -108,7 +99,7 @@ def paired_difference(
     mine, theirs = (float(side.mean()) for side in values)
     resampled = resampled_means(values, list(samples.values()), num_resamples, seed, second is first)
     num_documents = len(set(samples.values()))
-    # Of one document nothing can be told.
+    # A single document says nothing about others.
     interval, *ends = [
         percentile_interval(scores) if num_documents > 1 else (math.nan, math.nan)
         for scores in (resampled[0] - resampled[1], *resampled)
@@ -145,10 +136,6 @@ def resampled_means(
 
     Args:
         values: of each system, `(num_seeds, num_samples)`.
-        documents: each sample's document.
-        num_resamples: how many resamples to draw; they draw the same documents of all systems.
-        seed: draws them.
-        same_runs: whether the systems are conditions of the same runs, so that a resample has the same seeds of all.
 
     Returns:
         Of each system its means, `(num_resamples,)`.
@@ -172,10 +159,10 @@ def resampled_means(
     return means
 
 
-def _runs(given: Run | Sequence[Run]) -> Sequence[Run]:
-    if not given or not (isinstance(given[0], SampleAnswers) or given[0]):
+def _runs(runs: Run | Sequence[Run]) -> Sequence[Run]:
+    if not runs or not (isinstance(runs[0], SampleAnswers) or runs[0]):
         raise ValueError("there are no samples to compare")
-    return [given] if isinstance(given[0], SampleAnswers) else given  # type: ignore[list-item,return-value]
+    return [runs] if isinstance(runs[0], SampleAnswers) else runs  # type: ignore[list-item,return-value]
 
 
 def _key(sample: SampleAnswers) -> tuple[str, ...]:
@@ -185,16 +172,12 @@ def _key(sample: SampleAnswers) -> tuple[str, ...]:
 
 def _scores(run: Run, order: Sequence[tuple[str, ...]], condition: str, metric: str) -> list[float]:
     """A run's scores of a metric, in the order of the samples."""
-    found = {_key(sample): sample.scores for sample in run}
-    for scores in found.values():
-        if metric not in scores.get(condition, {}):
-            known = {name: sorted(metrics) for name, metrics in scores.items()}
-            raise ValueError(f"there is no {metric!r} under the condition {condition!r}; there are {known}")
-    for sample in run:
-        if not math.isfinite(score := sample.scores[condition][metric]):
-            raise ValueError(
-                f"{metric} of the sample {sample.id!r} of {sample.dataset!r} under the condition {condition!r} must "
-                f"be finite to be compared, got {score}"
-            )
-    values = [found[key][condition][metric] for key in order]
+    scores = {_key(sample): sample.scores.get(condition, {}).get(metric) for sample in run}
+    if None in scores.values():
+        known = {name: sorted(metrics) for name, metrics in run[0].scores.items()}
+        raise ValueError(f"there is no {metric!r} under the condition {condition!r}; there are {known}")
+    for key, score in scores.items():
+        if not math.isfinite(score):
+            raise ValueError(f"{metric} under the condition {condition!r} must be finite, got {score} of {key}")
+    values = [scores[key] for key in order]
     return [math.log(value) for value in values] if is_lower_better(metric) else values

@@ -1,19 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what conditions scored by sample to the rows of a report, with intervals, and the answers beside them."""
+"""What a condition scored by sample, and from there the rows of a report, with intervals, and the answers."""
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from .answer_kinds import ANSWER_KINDS, answer_kind
-from .benchmark_metrics import BENCHMARK_SCORE
 from .bert_score import BertScorer
-from .bootstrap import Statistic, helps, in_own_order, percentile_interval, resampled_scores
-from .metrics import teacher_normalized
+from .bootstrap import (
+    Statistic,
+    helps,
+    mean_statistic,
+    percentile_interval,
+    perplexity_statistic,
+    resampled_scores,
+    wilson_interval,
+)
+from .metrics import (
+    bleu_counts,
+    bleu_of_counts,
+    prefix_exact_match,
+    rouge_lsum,
+    rouge_scores,
+    squad_scores,
+    substring_accuracy,
+    teacher_normalized,
+)
 from .report import EvaluationReport
 from .rows import (
+    BENCHMARK_SCORE,
     FULL_CONTEXT,
     MAIN_METRICS,
     NO_CONTEXT,
@@ -24,7 +42,139 @@ from .rows import (
 )
 from .samples import EvaluationDataset, Sample
 from .settings import ALTERNATIVES, NUM_RESAMPLES
-from .tallies import Tally
+
+# Scores of a sample that are 0 or 100.
+_SHARES = ("substring_accuracy", "exact_match")
+
+
+class GivenTokens:
+    """How likely tokens were that the model was given one after another, by sample."""
+
+    def __init__(self, num_samples: int):
+        self.nll, self.hits, self.counts = np.zeros((3, num_samples))
+
+    def token_accuracy(self) -> Statistic:
+        """Share of the tokens that were the likeliest in their place, 0 to 100."""
+        return mean_statistic(100 * self.hits / self.counts, self.counts)
+
+    def perplexity(self) -> Statistic:
+        """Perplexity of the tokens."""
+        return perplexity_statistic(self.nll, self.counts)
+
+
+@dataclass
+class Tally:
+    """What a condition has scored on one task of one data set; arrays and lists have an entry for each sample.
+
+    Args:
+        samples: what was asked.
+        targets: scores of the given targets, if any were given.
+        recovered: scores of what was written, given once more.
+        position_bytes: bytes of a position in the decoder's cache; NaN where they are not known.
+    """
+
+    samples: Sequence[Sample]
+    targets: GivenTokens | None = None
+    recovered: GivenTokens | None = None
+    # What was written, as text and token ids.
+    predictions: dict[int, str] = field(default_factory=dict)
+    written_ids: dict[int, list[int]] = field(default_factory=dict)
+    position_bytes: float = math.nan
+    # NaN where nothing was compressed.
+    slots: np.ndarray = field(init=False)
+    memory_bytes: np.ndarray = field(init=False)
+    decoder_positions: np.ndarray = field(init=False)
+    compress_seconds: np.ndarray = field(init=False)
+    answer_seconds: np.ndarray = field(init=False)
+    # Context tokens where the text selected its ratio.
+    selected_tokens: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slots, self.memory_bytes, self.decoder_positions = np.full((3, len(self.samples)), np.nan)
+        self.compress_seconds, self.answer_seconds, self.selected_tokens = np.full((3, len(self.samples)), np.nan)
+
+    def note_memory(self, rows: list[int], memory: Any, seconds: float) -> None:
+        """Note the slots and bytes of rows' memories, and the seconds that each took."""
+        slots = memory.num_slots.cpu().numpy()
+        self.slots[rows] = slots
+        self.memory_bytes[rows] = slots * (memory.nbytes / max(1, int(slots.sum())))
+        self.compress_seconds[rows] = seconds
+        if not isinstance(memory.ratio, int):
+            self.selected_tokens[rows] = memory.num_context_tokens.cpu().numpy()
+
+    def statistics(self, task: str, bert_scorer: BertScorer | None = None) -> dict[str, Statistic]:
+        """The task's metrics."""
+        found: dict[str, Statistic] = {}
+        if task == "question_answering":
+            if all(sample.metric is not None for sample in self.samples):
+                found[BENCHMARK_SCORE] = mean_statistic(
+                    [
+                        sample.metric.score(self.predictions[row], sample.references)  # type: ignore[union-attr]
+                        for row, sample in enumerate(self.samples)
+                    ]
+                )
+            found |= self._means(squad_scores)
+            found |= self._means(lambda *texts: {"substring_accuracy": substring_accuracy(*texts)})
+            found |= self._means(rouge_scores)
+            if self.targets is not None:
+                found["answer_perplexity"] = self.targets.perplexity()
+        elif task == "summarisation":
+            found |= self._means(rouge_scores)
+            found |= self._means(lambda *texts: {"rougeLsum": rouge_lsum(*texts)})
+        elif self.targets is not None:
+            found |= {"token_accuracy": self.targets.token_accuracy(), "perplexity": self.targets.perplexity()}
+            if self.recovered is not None:
+                found |= self._restoration(self.recovered)
+        if bert_scorer is not None and self.predictions:
+            found |= self._means(lambda *texts: {"bert_score_f1": bert_scorer.score(*texts)})
+        return found
+
+    def _restoration(self, recovered: GivenTokens) -> dict[str, Statistic]:
+        rows = list(enumerate(self.samples))
+        counts = [bleu_counts(self.predictions[row], sample.references) for row, sample in rows]
+        prefixes = [prefix_exact_match([self.written_ids[row]], [sample.target_ids]) for row, sample in rows]
+        return {
+            "bleu": Statistic(np.array(counts, dtype=np.float64), bleu_of_counts),
+            **self._means(rouge_scores),
+            "prefix_exact_match": mean_statistic(prefixes),
+            "recovered_perplexity": recovered.perplexity(),
+        }
+
+    def _means(self, score: Callable[[list[str], list[list[str]]], dict[str, float]]) -> dict[str, Statistic]:
+        """Statistics of scores that are means over samples, from a function of a list of samples."""
+        by_sample = [score([self.predictions[row]], [s.references]) for row, s in enumerate(self.samples)]
+        return {name: mean_statistic([scores[name] for scores in by_sample]) for name in by_sample[0]}
+
+    def costs(self) -> dict[str, float]:
+        """Mean slots and bytes of a context's memory, and decoder positions of a question; without those unknown.
+
+        Where texts selected their ratios, also context tokens per slot over all contexts together.
+        """
+        first = self._first_of_contexts()
+        slots, tokens = self.slots[first], self.selected_tokens[first]
+        means = {
+            "slots": slots.mean(),
+            "memory_bytes": self.memory_bytes[first].mean(),
+            "decoder_positions": self.decoder_positions.mean(),
+            "cache_bytes": self.decoder_positions.mean() * self.position_bytes,
+            "reached_ratio": tokens.sum() / slots.sum(),
+        }
+        return {name: float(mean) for name, mean in means.items() if not np.isnan(mean)}
+
+    def seconds(self) -> dict[str, float]:
+        """Mean seconds to `compress` a context, where it was, and to `answer` a question."""
+        means = {
+            "compress": self.compress_seconds[self._first_of_contexts()].mean(),
+            "answer": self.answer_seconds.mean(),
+        }
+        return {name: float(mean) for name, mean in means.items() if not np.isnan(mean)}
+
+    def _first_of_contexts(self) -> list[int]:
+        """Of each context the first sample: one that is asked several times counts once."""
+        first: dict[Hashable, int] = {}
+        for row, sample in enumerate(self.samples):
+            first.setdefault(tuple(sample.context_ids), row)
+        return list(first.values())
 
 
 def samples_digest(samples: Sequence[Sample]) -> str:
@@ -40,133 +190,67 @@ def add_results(
     report: EvaluationReport,
     dataset: EvaluationDataset,
     task: str,
-    samples: Sequence[Sample],
     tallies: Mapping[str, Tally],
     seed: int = 0,
     num_resamples: int = NUM_RESAMPLES,
     bert_scorer: BertScorer | None = None,
 ) -> None:
-    """Add a row for each condition, and each sample's answers, to a report.
-
-    Args:
-        report: gets them.
-        dataset: what was scored.
-        task: what was asked.
-        samples: in the order of the tallies.
-        tallies: condition -> what it scored.
-        seed: drew the samples, and draws the resamples.
-        num_resamples: of the bootstrap.
-        bert_scorer: also gives everything that was written a BERTScore.
-    """
+    """Add a row for each condition, and each sample's answers, to a report."""
+    samples = next(iter(tallies.values())).samples
     documents = [sample.document for sample in samples]
-    # Of one document there may be several windows.
-    contexts = [tuple(sample.context_ids) for sample in samples]
+    num_documents = len(set(documents))
     statistics = {name: tally.statistics(task, bert_scorer) for name, tally in tallies.items()}
     flat = {(name, metric): found for name, metrics in statistics.items() for metric, found in metrics.items()}
     main = BENCHMARK_SCORE if BENCHMARK_SCORE in next(iter(statistics.values())) else MAIN_METRICS[task]
-    kinds = _rows_of_kinds(samples) if task == "question_answering" else {}
-    for name, metrics in statistics.items():
-        flat |= {(name, f"{main}/{kind}"): _only(metrics[main], rows) for kind, rows in kinds.items()}
     resampled = resampled_scores(flat, documents, num_resamples, seed)
-    _keep_resamples(report, dataset, task, seed, resampled)
-    num_documents = len(set(documents))
 
-    def interval(scores: np.ndarray, num_documents: int = num_documents) -> tuple[float, float]:
-        # Of one document nothing can be told.
+    def interval(scores: np.ndarray) -> tuple[float, float]:
+        # A single document says nothing about others.
         return percentile_interval(scores) if num_documents > 1 else (math.nan, math.nan)
 
     bounds = [statistics[name][main].score() for name in (FULL_CONTEXT, NO_CONTEXT) if name in statistics]
     has_worth = len(bounds) == 2 and helps(main, *bounds)
     for name, tally in tallies.items():
-        intervals = {metric: interval(resampled[name, metric]) for metric in statistics[name]}
+        scores = {metric: statistic.score() for metric, statistic in statistics[name].items()}
+        intervals = {metric: interval(resampled[name, metric]) for metric in scores}
+        for metric in _SHARES:
+            # Resamples of what is always right or always wrong do not differ.
+            if scores.get(metric) in (0, 100) and num_documents > 1:
+                intervals[metric] = wilson_interval(num_documents if scores[metric] else 0, num_documents)
         kept = None
         if has_worth and name not in (NO_CONTEXT, FULL_CONTEXT):
             conditions = (name, FULL_CONTEXT, NO_CONTEXT)
-            kept = 100 * float(teacher_normalized(*(statistics[name][main].score() for name in conditions)))
-            intervals[RETENTION] = interval(100 * teacher_normalized(*(resampled[name, main] for name in conditions)))
+            kept = 100 * float(teacher_normalized(*(statistics[condition][main].score() for condition in conditions)))
+            shares = teacher_normalized(*(resampled[condition, main] for condition in conditions))
+            intervals[RETENTION] = interval(100 * shares)
+        differences = {
+            other: {
+                "metric": main,
+                "difference": scores[main] - statistics[other][main].score(),
+                "interval": interval(resampled[name, main] - resampled[other, main]),
+            }
+            for other in _same_positions(name)
+            if other in statistics
+        }
         report.add(
             EvaluationRow(
                 dataset.name,
                 dataset.domain,
                 task,
                 name,
-                {metric: statistic.score() for metric, statistic in statistics[name].items()},
+                scores,
                 len(samples),
                 seed,
                 sum(sample.truncated for sample in samples),
                 num_documents,
                 intervals,
                 kept,
-                tally.costs(contexts),
-                tally.seconds(contexts),
-                {
-                    kind: {
-                        "num_samples": len(rows),
-                        "num_documents": number,
-                        main: flat[name, f"{main}/{kind}"].score(),
-                        "interval": interval(resampled[name, f"{main}/{kind}"], number),
-                    }
-                    for kind, rows in kinds.items()
-                    for number in [len({documents[row] for row in rows})]
-                },
-                {
-                    other: {
-                        "metric": main,
-                        "difference": statistics[name][main].score() - statistics[other][main].score(),
-                        "interval": interval(resampled[name, main] - resampled[other, main]),
-                    }
-                    for other in _same_positions(name)
-                    if other in statistics
-                },
+                tally.costs(),
+                tally.seconds(),
+                differences,
             )
         )
-    report.answers += _answers(dataset.name, task, samples, tallies, statistics)
-
-
-def add_resamples(
-    report: EvaluationReport,
-    dataset: EvaluationDataset,
-    task: str,
-    samples: Sequence[Sample],
-    tallies: Mapping[str, Tally],
-    seed: int = 0,
-    num_resamples: int = NUM_RESAMPLES,
-) -> None:
-    """Add what the averages' intervals are made of, of a data set and task whose rows a report has already.
-
-    Args:
-        report, dataset, task, samples, tallies, seed, num_resamples: as in `add_results`.
-    """
-    statistics = {(name, metric): s for name, tally in tallies.items() for metric, s in tally.statistics(task).items()}
-    main = {key: s for key, s in statistics.items() if key[1] in (BENCHMARK_SCORE, MAIN_METRICS[task])}
-    documents = [sample.document for sample in samples]
-    _keep_resamples(report, dataset, task, seed, resampled_scores(main, documents, num_resamples, seed))
-
-
-def _keep_resamples(
-    report: EvaluationReport,
-    dataset: EvaluationDataset,
-    task: str,
-    seed: int,
-    resampled: Mapping[tuple[str, str], np.ndarray],
-) -> None:
-    for (name, metric), scores in resampled.items():
-        if metric in (BENCHMARK_SCORE, MAIN_METRICS[task]):
-            report.resamples[dataset.name, task, name, seed, metric] = in_own_order(scores, dataset.name, seed)
-
-
-def _rows_of_kinds(samples: Sequence[Sample]) -> dict[str, list[int]]:
-    """Kind of answer -> the samples that ask for one; kinds that nothing asks for are left out."""
-    found = [answer_kind(sample.references[0]) for sample in samples]
-    rows = {kind: [row for row, own in enumerate(found) if own == kind] for kind in ANSWER_KINDS}
-    return {kind: places for kind, places in rows.items() if places}
-
-
-def _only(statistic: Statistic, rows: Sequence[int]) -> Statistic:
-    """The statistic of some samples alone; the others add nothing to its sums."""
-    values = np.zeros_like(statistic.values)
-    values[rows] = statistic.values[rows]
-    return Statistic(values, statistic.of_sums)
+    report.answers += _answers(dataset.name, task, tallies, statistics)
 
 
 def _same_positions(condition: str) -> list[str]:
@@ -176,16 +260,13 @@ def _same_positions(condition: str) -> list[str]:
 
 
 def _answers(
-    dataset: str,
-    task: str,
-    samples: Sequence[Sample],
-    tallies: Mapping[str, Tally],
-    statistics: Mapping[str, Mapping[str, Statistic]],
+    dataset: str, task: str, tallies: Mapping[str, Tally], statistics: Mapping[str, Mapping[str, Statistic]]
 ) -> list[SampleAnswers]:
     scores = {
-        name: {metric: statistic.by_sample() for metric, statistic in found.items()}
-        for name, found in statistics.items()
+        name: {metric: statistic.by_sample() for metric, statistic in metrics.items()}
+        for name, metrics in statistics.items()
     }
+    samples = next(iter(tallies.values())).samples
     return [
         SampleAnswers(
             dataset,
@@ -195,7 +276,7 @@ def _answers(
             sample.question,
             sample.references,
             {name: tally.predictions[row] for name, tally in tallies.items() if tally.predictions},
-            {name: {metric: values[row] for metric, values in found.items()} for name, found in scores.items()},
+            {name: {metric: values[row] for metric, values in metrics.items()} for name, metrics in scores.items()},
         )
         for row, sample in enumerate(samples)
     ]

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -20,39 +19,29 @@ from torchmetrics.functional.retrieval import retrieval_normalized_dcg, retrieva
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.document_ids import document_id
+from ..data.document_ids import TrainingDocuments, document_id
 from ..data.retrieval_sources import JudgedQueries, TextEncoder
 from ..modeling.parts.late_interaction import chamfer
 from ..modeling.parts.text_ids import text_tokenizer
+from ..reporting.environment import environment
 from ..reporting.tables import markdown_table
-from .answers_file import read_answers
 from .bootstrap import mean_statistic, percentile_interval, resampled_scores
-from .held_out import Sources
-from .rows import SampleAnswers, number_of
+from .evaluate import model_label, weights_and_configuration
+from .held_out import Sources, check_sources
+from .rows import SampleAnswers, ratio_condition
 
 TextVectors = list[Tensor]
 # Metric -> each query's score, in percent.
 QueryScores = dict[str, list[float]]
 # Documents of each query that are kept, and those that are scored at once.
 TOP_K, CHUNK_SIZE = 100, 1000
-QUERY_METRICS = ("ndcg_at_10", "recall_at_100")
 
 
 @torch.inference_mode()
 def encode_texts(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], ratio: int | None = None, batch_size: int = 32
 ) -> TextVectors:
-    """Vectors of many texts, for an index.
-
-    Args:
-        model: a [`DeCALForRetrieval`], in evaluation mode.
-        rows: the texts' token ids, see [`TextEncoder`]; those of like length go through the model together.
-        ratio: tokens per vector; the checkpoint's default if not given.
-        batch_size: texts in one pass.
-
-    Returns:
-        For each text `(num_vectors, vector_size)` on the CPU.
-    """
+    """Vectors `(num_vectors, vector_size)` on the CPU of many texts, for an index."""
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     vectors: dict[int, Tensor] = {}
     for start in range(0, len(order), batch_size):
@@ -68,33 +57,21 @@ def encode_texts(
 def score_texts(
     queries: TextVectors, documents: TextVectors, device: torch.device | str = "cpu", max_products: int = 2**25
 ) -> Tensor:
-    """Chamfer similarity of every query with every document, exhaustively.
+    """Chamfer similarity of every query with every document, `(num_queries, num_documents)` on the CPU.
 
     Args:
-        queries: for each `(num_vectors, vector_size)`.
-        documents: likewise.
-        device: where the products are computed.
-        max_products: products of two vectors that are in memory at once.
-
-    Returns:
-        `(num_queries, num_documents)` on the CPU.
+        queries, documents: for each `(num_vectors, vector_size)`.
     """
     query_vectors, query_mask = (tensor.to(device) for tensor in _padded(queries))
+    # Documents of like length together, so few pads are scored.
     order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
+    longest = max(map(len, documents), default=1)
+    size = max(1, max_products // (max(1, longest) * query_mask.numel()))
     scores = torch.empty(len(queries), len(documents))
-    start = 0
-    while start < len(order):
-        # The longest of a batch stands last; its length bounds how many fit.
-        size = 1
-        while start + size < len(order):
-            longest = len(documents[order[start + size]])
-            if (size + 1) * max(1, longest) * query_mask.numel() > max_products:
-                break
-            size += 1
+    for start in range(0, len(order), size):
         chosen = order[start : start + size]
         vectors, mask = (tensor.to(device) for tensor in _padded([documents[index] for index in chosen]))
         scores[:, chosen] = chamfer(query_vectors, query_mask, vectors, mask).cpu().to(scores.dtype)
-        start += size
     return scores
 
 
@@ -108,10 +85,6 @@ class Rankings:
 
     Documents of one score stay in the order of the corpus. A document with a query's own id is the query itself, as in
     ArguAna and Quora, and is left out, as BEIR does.
-
-    Args:
-        query_ids: of the queries.
-        top_k: documents that are kept for each.
     """
 
     def __init__(self, query_ids: Sequence[str], top_k: int = TOP_K):
@@ -136,16 +109,7 @@ class Rankings:
 
 
 def ndcg(ranking: Sequence[str], grades: Mapping[str, float], top_k: int = 10) -> float:
-    """nDCG@k of one query from graded relevance, as trec_eval has it: a document's gain is its grade.
-
-    Args:
-        ranking: ids of documents, the best first.
-        grades: document id -> grade above 0, of all that are relevant, found or not.
-        top_k: places that count.
-
-    Returns:
-        From 0 to 1; from torchmetrics.
-    """
+    """nDCG@k of one query from graded relevance, 0 to 1, as trec_eval has it: a document's gain is its grade."""
     return float(retrieval_normalized_dcg(*_placed(ranking, grades, top_k), top_k=top_k))
 
 
@@ -188,40 +152,21 @@ def ranking_scores(scores: QueryScores) -> dict[str, Any]:
 
 
 def query_answers(collection: str, judged: JudgedQueries, scores: Mapping[str, QueryScores]) -> list[SampleAnswers]:
-    """What each query got, for a file that `compare` reads: a query is its own document.
-
-    Args:
-        collection: what the data set is called.
-        judged: the queries, whose references are the documents that answer them.
-        scores: condition, "bm25" or "ratio=4" and so on -> scores.
-    """
+    """What each query got, for a file that `compare` reads: a query is its own document."""
+    rows = zip(judged.query_ids, judged.queries, judged.grades, strict=True)
     return [
         SampleAnswers(
             collection,
             "retrieval",
-            judged.query_ids[row],
+            id_,
             row,
             query,
-            list(judged.grades[row]),
+            list(grades),
             {},
             {name: {metric: values[row] for metric, values in found.items()} for name, found in scores.items()},
         )
-        for row, query in enumerate(judged.queries)
+        for row, (id_, query, grades) in enumerate(rows)
     ]
-
-
-def read_query_scores(path: str | Path, conditions: Sequence[str], judged: JudgedQueries) -> dict[str, QueryScores]:
-    """Scores of conditions from a file with what `query_answers` gave; raises `ValueError` where it lacks some."""
-    kept = {sample.id: sample.scores for sample in (read_answers(path) if conditions else [])}
-    try:
-        return {
-            name: {metric: [kept[key][name][metric] for key in judged.query_ids] for metric in QUERY_METRICS}
-            for name in conditions
-        }
-    except KeyError as error:
-        raise ValueError(
-            f"{path} lacks scores of {', '.join(conditions)}, which are not ranked again: {error}"
-        ) from error
 
 
 def evaluate_retrieval(
@@ -307,12 +252,7 @@ def _chunks(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, st
 
 
 def judged_documents(judged: JudgedQueries) -> tuple[list[Sources], str]:
-    """What an evaluation reports on, from one reading of the corpus.
-
-    Returns:
-        Each query with the ids of the documents that answer it, as far as the corpus has them; and sixteen hexadecimal
-        digits that two evaluations have in common when queries, grades and corpus are the same.
-    """
+    """What an evaluation reports on, from one reading of the corpus."""
     digest = hashlib.sha256(repr((judged.query_ids, judged.queries, judged.grades)).encode())
     relevant = {key for grades in judged.grades for key in grades}
     found = {}
@@ -324,27 +264,10 @@ def judged_documents(judged: JudgedQueries) -> tuple[list[Sources], str]:
     return [Sources(*pair) for pair in zip(judged.query_ids, answers, strict=True)], digest.hexdigest()[:16]
 
 
-def read_retrieval(path: str | Path) -> dict[str, Any]:
-    """Read a result file of `evaluate-retrieval`; raises `ValueError` for any other file."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(content["settings"], dict):
-            raise TypeError(f"settings must be a mapping, got {content['settings']!r}")
-        for row in content["rows"]:
-            row["model"], row["document_ratio"], row["ndcg_at_10"]
-        return content
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a result file of `evaluate-retrieval`: {error!r}") from error
-
-
 def evaluate_bm25(
     judged: JudgedQueries, on_scores: Callable[[QueryScores], Any] = lambda scores: None
 ) -> dict[str, Any]:
-    """The row of BM25 with bm25s' defaults and English stop words, whose index holds the corpus in memory.
-
-    Args:
-        judged, on_scores: as in `evaluate_retrieval`.
-    """
+    """The row of BM25 with bm25s' defaults and English stop words, whose index holds the corpus in memory."""
     import bm25s
 
     documents = list(judged.documents())
@@ -376,9 +299,72 @@ def retrieval_table(rows: Sequence[Mapping[str, Any]]) -> str:
             own = [f"{row['vectors_per_document']:.0f}", f"{row['index_bytes_float32'] / 1e6:.1f}"]
             own += [f"{row['storage_saving']:.1f}x", f"{row['scoring_saving']:.1f}x"]
         score = f"{row['ndcg_at_10']:.1f}"
-        # Null in a file that is gone on with.
-        low, high = map(number_of, row.get("ndcg_at_10_interval", (None, None)))
+        low, high = row["ndcg_at_10_interval"]
         if not math.isnan(low):
             score += f" [{low:.1f}, {high:.1f}]"
         cells.append([row["model"], row["document_ratio"] or "-", score, *own])
     return markdown_table(header, cells)
+
+
+def evaluate_collection(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    judged: JudgedQueries,
+    collection: str,
+    *,
+    ratios: Sequence[int] | None = None,
+    bm25: bool = False,
+    records: Mapping[str, TrainingDocuments | None] | None = None,
+    allow_trained_documents: bool = False,
+    max_query_tokens: int = 64,
+    max_document_tokens: int = 512,
+    batch_size: int = 32,
+) -> tuple[dict[str, Any], list[SampleAnswers]]:
+    """Rank a corpus at several ratios, beside BM25 if wanted.
+
+    Args:
+        model, tokenizer, judged, max_query_tokens, max_document_tokens, batch_size: as in `evaluate_retrieval`.
+        collection: what results call queries and corpus.
+        ratios: the checkpoint's own when `None`.
+        bm25: also rank with BM25.
+        records: by name, what trained and chose the model; what stands beside its weights when `None`. Held out are
+            the documents that answer a query.
+        allow_trained_documents: also rank where these trained or chose it; the results say so.
+
+    Returns:
+        What a result file holds, a row for BM25 and for each ratio, and what every query got.
+
+    Raises:
+        ValueError: documents that trained the model or chose it.
+    """
+    name = model_label(model.name_or_path)
+    if records is None:
+        records = {name: TrainingDocuments.of(model.name_or_path, on_hub=True)}
+    queries, digest = judged_documents(judged)
+    lengths = {"max_query_tokens": max_query_tokens, "max_document_tokens": max_document_tokens}
+    content: dict[str, Any] = {
+        "format_version": 2,
+        "model": name,
+        "settings": {
+            "collection": collection,
+            **lengths,
+            "batch_size": batch_size,
+            "allow_trained_documents": allow_trained_documents,
+            "dtype": str(model.dtype),
+            **weights_and_configuration(model),
+            "samples": digest,
+        },
+        "device": model.device.type,
+        "environment": environment(),
+        "held_out": check_sources({collection: queries}, records, allow_trained_documents),
+        "documents": {collection: " ".join(sorted({id_ for query in queries for id_ in query.source_ids}))},
+    }
+    scores: dict[str, QueryScores] = {}
+    rows = [evaluate_bm25(judged, partial(scores.__setitem__, "bm25"))] if bm25 else []
+    for ratio in ratios or sorted(model.config.compression_ratios):
+        note = partial(scores.__setitem__, ratio_condition(ratio))
+        row = evaluate_retrieval(
+            model, tokenizer, judged, ratio, **lengths, batch_size=batch_size, progress=True, on_scores=note
+        )
+        rows.append({"model": name, **row})
+    return {**content, "rows": rows}, query_answers(collection, judged, scores)

@@ -3,16 +3,17 @@
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 DOMAINS = ("in", "out")
 NO_CONTEXT = "no_context"
 FULL_CONTEXT = "full_context"
 RETENTION = "retention"
-# One metric per task stands for it where there is room for only one, in tables of averages and in plots; a benchmark's
-# own score comes first.
+# How a benchmark's authors score its questions; it comes before the task's main metric.
+BENCHMARK_SCORE = "benchmark_score"
+# The metric that stands for a task in averages and plots.
 MAIN_METRICS = {
     "question_answering": "f1",
     "summarisation": "rougeL",
@@ -79,13 +80,8 @@ class EvaluationRow:
             slot over all contexts together.
         seconds: means of the wall-clock time to `compress` a context, at all ratios of the evaluation at once, and to
             `answer` a question, a batch's time shared among its questions.
-        by_kind: kind of answer, see `answer_kind` -> its `num_samples` and `num_documents`, the task's main metric
-            over them, and its 95 % `interval`.
         differences: alternative at the same number of positions, such as "cut=4" -> how much this row's `metric` is
             above its on the same questions: `difference`, and its 95 % `interval`.
-
-    Raises:
-        ValueError: a domain that is not allowed, no samples, or more truncated ones than there are.
     """
 
     dataset: str
@@ -101,20 +97,16 @@ class EvaluationRow:
     retention: float | None = None
     costs: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    by_kind: dict[str, dict[str, Any]] = field(default_factory=dict)
     differences: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.domain not in DOMAINS:
-            raise ValueError(f"domain must be one of {DOMAINS}, got {self.domain!r}")
-        if self.num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {self.num_samples}")
-        if not 0 <= self.num_truncated <= self.num_samples:
-            raise ValueError(f"num_truncated must be 0 to {self.num_samples}, got {self.num_truncated}")
 
     def to_json(self) -> dict[str, Any]:
         """The row as JSON holds it: undefined scores are `None`, infinite ones texts."""
         return plain_json(asdict(self))
+
+    @property
+    def main_metric(self) -> str:
+        """The metric that differences and retention are of."""
+        return BENCHMARK_SCORE if BENCHMARK_SCORE in self.metrics else MAIN_METRICS.get(self.task, "")
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -124,18 +116,7 @@ class EvaluationRow:
 
 @dataclass(frozen=True)
 class SampleAnswers:
-    """What one sample got under all conditions.
-
-    Args:
-        dataset: name of the data set.
-        task: what was asked.
-        id: the sample's own name in its data set, or its row.
-        document: number of the sample's document in the data set, see `Sample`.
-        question: the question, if there is one.
-        references: the accepted texts.
-        answers: condition -> what was written, where anything was.
-        scores: condition -> metric -> the sample's own score.
-    """
+    """What one sample got under all conditions."""
 
     dataset: str
     task: str
@@ -152,27 +133,22 @@ class SampleAnswers:
 
 
 def row_from(content: dict[str, Any]) -> EvaluationRow:
-    """A row from its plain JSON values; files of earlier versions lack what has a default."""
-    read = {
-        "metrics": {name: number_of(value) for name, value in content["metrics"].items()},
-        "intervals": {
-            name: (number_of(low), number_of(high)) for name, (low, high) in content.get("intervals", {}).items()
-        },
-    }
+    """Read a row from its JSON values; files of earlier versions lack some fields, and have others."""
+    known = {of_row.name for of_row in fields(EvaluationRow)}
+    read = {name: value for name, value in content.items() if name in known}
+    read["metrics"] = {name: number_of(value) for name, value in content["metrics"].items()}
+    read["intervals"] = {name: _interval_of(ends) for name, ends in content.get("intervals", {}).items()}
     if content.get("retention") is not None:
         read["retention"] = number_of(content["retention"])
-    for name in ("by_kind", "differences"):
-        read[name] = {
-            other: {key: _read_value(key, value) for key, value in found.items()}
-            for other, found in content.get(name, {}).items()
-        }
-    return EvaluationRow(**content | read)
+    read["differences"] = {
+        other: entry | {"difference": number_of(entry["difference"]), "interval": _interval_of(entry["interval"])}
+        for other, entry in content.get("differences", {}).items()
+    }
+    return EvaluationRow(**read)
 
 
-def _read_value(name: str, value: Any) -> Any:
-    if name == "interval":
-        return number_of(value[0]), number_of(value[1])
-    return math.nan if value is None else value
+def _interval_of(ends: Sequence[float | str | None]) -> tuple[float, float]:
+    return number_of(ends[0]), number_of(ends[1])
 
 
 def number_of(value: float | str | None) -> float:

@@ -14,7 +14,7 @@ import math
 import random
 import string
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import check_choice
 from ..modeling.parts.text_ids import encode
-from .running_text import hidden_in_text
+from .alternatives import split_sentences
 
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -66,6 +66,9 @@ _NEEDLE_TASKS = {
     "niah_multiquery": _Needles(num_keys=4, num_queries=4),
 }
 TASKS = (*_NEEDLE_TASKS, "vt", "cwe", "fwe", "qa_1", "qa_2")
+ESSAY_TASKS = tuple(task for task, needles in _NEEDLE_TASKS.items() if needles.haystack == "essay")
+# Those that need neither running text nor questions.
+GENERATED_TASKS = tuple(task for task in TASKS if task not in (*ESSAY_TASKS, "qa_1", "qa_2"))
 
 
 def ruler_examples(
@@ -94,7 +97,6 @@ def ruler_examples(
         together from `texts` or `questions`, these as `source_texts`.
 
     Raises:
-        ImportError: the extra `benchmarks` is not installed, which has RULER's words.
         ValueError: an unknown task, texts or questions that are missing or too few, or a length without room.
     """
     check_choice("task of RULER:", task, TASKS)
@@ -175,10 +177,8 @@ def _longest(
         if length(size + step) > num_tokens:
             return make(size)
         size += step
-    if (most := length(size)) + each <= num_tokens:
-        raise ValueError(
-            f"a context of {num_tokens} tokens is too long: all {size} words or documents of this task make {most}"
-        )
+    if length(size) + each <= num_tokens:
+        raise ValueError(f"a context of {num_tokens} tokens is too long: this task has {size} words or documents")
     return make(size)
 
 
@@ -350,3 +350,68 @@ def _documents(
     # Its own document first, by which questions are drawn together in a bootstrap.
     sources = sorted((text for text in documents if text in context), key=lambda text: text != asked["context"])
     return _row(context, f"{_DOCUMENTS}Question: {asked['question']}", "Answer:", asked["answers"], sources)
+
+
+def hidden_in_text(
+    hidden: Sequence[str],
+    avoided: Sequence[str],
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    num_tokens: int,
+    rng: random.Random,
+) -> tuple[str, list[str]]:
+    """Running text with sentences in it, each at a place of its own, drawn uniformly between two others."""
+    room = num_tokens - sum(len(encode(tokenizer, " " + sentence)) for sentence in hidden)
+    if room < 1:
+        raise ValueError(f"a context of {num_tokens} tokens has no room for {hidden[0]!r} and text around it")
+    depths, start = [rng.random() for _ in hidden], rng.random()
+    while True:
+        sentences, ends, taken = _running_text(avoided, texts, tokenizer, room, start)
+        parts, last = [], 0
+        for depth, sentence in sorted(zip(depths, hidden, strict=True)):
+            place = min(range(len(ends)), key=lambda index: abs(ends[index] - depth * room))
+            parts += ["".join(sentences[last:place]).strip(), sentence]
+            last = place
+        context = " ".join(filter(None, [*parts, "".join(sentences[last:]).strip()]))
+        # Joined, the parts may have a token more.
+        surplus = len(encode(tokenizer, context)) - num_tokens
+        if surplus <= 0:
+            return context, [texts[index] for index in sorted(taken)]
+        room -= surplus
+
+
+def _running_text(
+    avoided: Sequence[str], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, num_tokens: int, start: float
+) -> tuple[list[str], list[int], set[int]]:
+    """Sentences of so many tokens, the last one cut, the tokens before each place where another could stand, and the
+    texts that they are from.
+    """
+    sentences: list[str] = []
+    ends, taken = [0], set()
+    for index, sentence in _sentences_from(texts, start):
+        if any(words in sentence for words in avoided):
+            continue
+        taken.add(index)
+        ids = encode(tokenizer, sentence)
+        left = num_tokens - ends[-1]
+        if len(ids) >= left:
+            return [*sentences, tokenizer.decode(ids[:left])], ends, taken
+        sentences.append(sentence)
+        ends.append(ends[-1] + len(ids))
+    raise ValueError(f"the texts have {ends[-1]} tokens, and a context of running text takes {num_tokens}")
+
+
+def _sentences_from(texts: Sequence[str], start: float) -> Iterator[tuple[int, str]]:
+    """All sentences, each behind its text's number, from one on that `start` (0 to 1) of all letters stand before."""
+    place, index = start * sum(map(len, texts)), 0
+    while index < len(texts) - 1 and place >= len(texts[index]):
+        place -= len(texts[index])
+        index += 1
+    # Behind the last text comes the first one, and at the very end what stands before the start.
+    for turn in range(len(texts) + 1):
+        letters, text = 0, (index + turn) % len(texts)
+        for number, sentence in enumerate(split_sentences(texts[text])):
+            letters += len(sentence)
+            if (turn == 0 and letters < place) or (turn == len(texts) and letters >= place):
+                continue
+            yield text, "\n\n" + sentence.lstrip() if turn and number == 0 else sentence

@@ -21,7 +21,7 @@ from ..modeling.parts.prompting import cut_passages
 from ..modeling.parts.text_ids import encode, prefix_ids
 from .benchmark_metrics import BenchmarkMetric, benchmark_max_new_tokens, benchmark_metric
 from .rows import DOMAINS
-from .settings import WRITTEN_TASKS
+from .settings import WRITTEN_TASKS, EvaluationSettings
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class EvaluationDataset:
         source: what it was read from, for the report, see `source_in_report`.
 
     Raises:
-        ValueError: a domain that is not allowed, no examples, or no samples.
+        ValueError: a domain that is not allowed, or no examples.
     """
 
     name: str
@@ -55,8 +55,6 @@ class EvaluationDataset:
     source: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.max_samples is not None and self.max_samples < 1:
-            raise ValueError(f"max_samples of data set {self.name!r} must be at least 1, got {self.max_samples}")
         if self.domain not in DOMAINS:
             raise ValueError(f"domain of data set {self.name!r} must be one of {DOMAINS}, got {self.domain!r}")
         if not len(self.examples):
@@ -112,89 +110,55 @@ _SHORTEST_TEXT = 2
 class SampleBuilder:
     """Makes the samples of a task, and keeps each within the model's positions.
 
+    EOS ends every answer and summary, and a continuation that comes to the end of its text. A text that was merely
+    cut, here or by whoever names its `source_texts`, has none behind it, and a reconstruction never has one.
+
     Args:
-        tokenizer: makes the token ids. Its EOS ends every answer and summary, and a continuation that comes to the
-            end of its text. Where a text was merely cut, here or by whoever names its `source_texts`, it does not
-            end, and none is scored: not behind a continuation, and never behind a reconstruction, of which the text
-            alone is scored.
+        tokenizer: makes the token ids.
+        settings: of these the lengths, the seed, prompts and prefix, and what happens to long contexts.
         max_positions: positions for context, prompt and target together, `None` for no limit.
-        max_new_tokens: task -> most tokens that an answer or summary may have.
-        context_tokens: length of the windows that reconstruction and continuation take from a text.
-        continuation_tokens: length of what follows such a window in continuation.
-        truncate_context: cut contexts that do not fit, and count them, instead of raising.
-        seed: draws samples and windows.
-        max_context_tokens: most tokens that the encoder reads, `None` for no limit.
-        prompts: name or file of the prompts, of which each task's first is used, or one prompt for each task; the
-            packaged ones when `None`.
-        context_prefix: text in front of the contexts of questions and summaries.
-        truncation_side: side that these contexts are cut on, behind their prefix.
-        min_text_tokens: texts to reconstruct or to continue that are shorter are left out, and counted.
-        prompt_format: see `CompressorConfig`.
-        most_tokens: contexts of questions and summaries that have more, prefix included, are left out, and neither cut
-            nor refused, and counted in `left_out`; none when `None`.
+        max_context_tokens: most tokens of a context; the settings' own when `None`.
         context_per_position: tokens of a context to a position of the decoder: 1 where anything reads contexts in
             words, else the lowest ratio.
-        left_out: data set and task -> number of such rows; of a builder without `most_tokens` it stays empty.
+        left_out: data set and task -> number of rows with contexts that are too long.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    max_positions: int | None
-    max_new_tokens: Mapping[str, int]
-    context_tokens: int
-    continuation_tokens: int
-    truncate_context: bool = False
-    seed: int = 0
+    settings: EvaluationSettings
+    max_positions: int | None = None
     max_context_tokens: int | None = None
-    prompts: str | Mapping[str, str] | None = None
-    context_prefix: str = ""
-    truncation_side: str = "right"
-    min_text_tokens: int = _SHORTEST_TEXT
-    prompt_format: str = "plain"
-    most_tokens: int | None = None
     context_per_position: int = 1
     left_out: dict[str, int] = field(default_factory=dict, compare=False)
 
     @cached_property
     def prefix_ids(self) -> list[int]:
         """Token ids of `context_prefix`."""
-        return prefix_ids(self.tokenizer, self.context_prefix)
+        return prefix_ids(self.tokenizer, self.settings.context_prefix)
 
-    def build(self, dataset: EvaluationDataset, task: str, max_samples: int | None = None) -> list[Sample]:
+    def build(
+        self, dataset: EvaluationDataset, task: str, max_samples: int | None = None, least_tokens: int = _SHORTEST_TEXT
+    ) -> list[Sample]:
         """Make the samples of a task: all of them, or as many as are wanted, drawn by the seed.
 
-        They are drawn from all rows alike, by the seed and the names of data set and task, so that they are the same
-        ones whatever else is evaluated.
-
-        Args:
-            dataset: what they are made from; its own `max_samples` goes first.
-            task: what they ask for.
-            max_samples: how many to draw; all when `None`.
-
-        Raises:
-            ValueError: the data set cannot serve the task, or a context does not fit and may not be cut.
+        The same ones are drawn whatever else is evaluated.
         """
         if task not in dataset.tasks():
             raise ValueError(f"data set {dataset.name!r} cannot serve {task}; its columns allow {dataset.tasks()}")
-        examples = self._long_enough(task, _examples_of(task, dataset), dataset.name)
-        examples = self._short_enough(task, examples, dataset.name)
+        examples = self._of_allowed_length(task, _examples_of(task, dataset), dataset.name, least_tokens)
         max_samples = max_samples if dataset.max_samples is None else dataset.max_samples
         if max_samples is not None and max_samples < len(examples):
-            rng = random.Random(f"{self.seed}/{dataset.name}/{task}")
+            rng = random.Random(f"{self.settings.seed}/{dataset.name}/{task}")
             examples = [examples[index] for index in sorted(rng.sample(range(len(examples)), max_samples))]
-        rng = random.Random(f"{self.seed}/{dataset.name}/{task}/windows")
+        rng = random.Random(f"{self.settings.seed}/{dataset.name}/{task}/windows")
         documents: dict[str, int] = {}
         samples = [self._named(example, self._sample(task, example, rng), documents) for example in examples]
-        kept = [sample for sample in samples if sample is not None]
-        self._check_left_out(task, dataset.name, len(samples) - len(kept), len(kept))
-        fitted = [self.fit(task, sample, dataset.name) for sample in kept]
+        fitted = [self._fit(task, sample, dataset.name) for sample in samples]
         if truncated := sum(sample.truncated for sample in fitted):
             logger.warning("%s, %s: %d of %d contexts truncated", dataset.name, task, truncated, len(fitted))
         return fitted
 
-    def _named(self, example: Mapping[str, Any], sample: Sample | None, documents: dict[str, int]) -> Sample | None:
+    def _named(self, example: Mapping[str, Any], sample: Sample, documents: dict[str, int]) -> Sample:
         """The sample with its example's name, its question, and the number of its document."""
-        if sample is None:
-            return None
         context = example.get("context", example.get("text"))
         # A training records both, too.
         sources = tuple(dict.fromkeys([*source_ids(example.get("source_texts")), document_id(context)]))
@@ -202,29 +166,25 @@ class SampleBuilder:
         question = example.get("question", "")
         return replace(sample, document=document, source_ids=sources, id=example["id"], question=question)
 
-    def _long_enough(self, task: str, examples: Sequence[Mapping[str, Any]], name: str) -> Sequence[Mapping[str, Any]]:
-        """What samples may be drawn from, where windows have a length of their own."""
-        if task not in ("reconstruction", "continuation") or self.min_text_tokens <= _SHORTEST_TEXT:
-            return examples
-        kept = [example for example in examples if self._has_tokens(example["text"], self.min_text_tokens)]
-        self._check_left_out(task, name, len(examples) - len(kept), len(kept))
-        return kept
-
-    def _short_enough(
-        self, task: str, examples: Sequence[Mapping[str, Any]], name: str
+    def _of_allowed_length(
+        self, task: str, examples: Sequence[Mapping[str, Any]], name: str, least_tokens: int
     ) -> Sequence[Mapping[str, Any]]:
-        """What samples may be drawn from, where contexts that are too long are left out."""
-        if self.most_tokens is None or task not in WRITTEN_TASKS:
+        """What samples may be drawn from: texts that are long enough, contexts that are not too long."""
+        most_tokens = self.settings.max_context_tokens
+        if task not in WRITTEN_TASKS:
+            kept = [example for example in examples if self._has_tokens(example["text"], least_tokens)]
+            fault = f"texts of less than {least_tokens} tokens"
+        elif self.settings.leave_out_long and most_tokens is not None:
+            too_long = most_tokens + 1 - len(self.prefix_ids)
+            kept = [example for example in examples if not self._has_tokens(example["context"], too_long)]
+            self.left_out[f"{name}, {task}"] = len(examples) - len(kept)
+            fault = f"contexts of more than {most_tokens} tokens"
+        else:
             return examples
-        too_long = self.most_tokens + 1 - len(self.prefix_ids)
-        kept = [example for example in examples if not self._has_tokens(example["context"], too_long)]
-        self.left_out[f"{name}, {task}"] = len(examples) - len(kept)
-        logger.warning(
-            "%s, %s: %d of %d rows left out, whose contexts have more than %d tokens",
-            *(name, task, len(examples) - len(kept), len(examples), self.most_tokens),
-        )
+        if number := len(examples) - len(kept):
+            logger.warning("%s, %s: %d of %d rows left out: %s", name, task, number, len(examples), fault)
         if not kept:
-            raise ValueError(f"data set {name!r} has no context of {self.most_tokens} tokens or less for {task}")
+            raise ValueError(f"data set {name!r} has nothing to score for {task}: all rows are {fault}")
         return kept
 
     def _has_tokens(self, text: str, number: int) -> bool:
@@ -234,43 +194,27 @@ class SampleBuilder:
             beginning != text and len(encode(self.tokenizer, text)) >= number
         )
 
-    def _check_left_out(self, task: str, name: str, num_left_out: int, num_kept: int) -> None:
-        if num_left_out:
-            logger.warning("%s: %d texts of less than %d tokens left out", name, num_left_out, self.min_text_tokens)
-        if not num_kept:
-            raise ValueError(f"data set {name!r} has no text of {self.min_text_tokens} tokens for {task}")
-
     def build_by_length(
         self, dataset: EvaluationDataset, task: str, lengths: Sequence[int] | None, max_samples: int | None = None
     ) -> list[tuple[EvaluationDataset, str, list[Sample]]]:
-        """Make the samples of a task, those of a reconstruction at several lengths as data sets of their own.
-
-        Args:
-            dataset: what they are made from.
-            task: what they ask for.
-            lengths: tokens of a reconstruction, exactly so many; windows of `context_tokens` when `None`.
-            max_samples: as in `build`.
-
-        Returns:
-            Data set, task and samples, once for each length.
-        """
+        """Make the samples of a task, those of a reconstruction at several lengths as data sets of their own."""
         if task != "reconstruction" or lengths is None:
             return [(dataset, task, self.build(dataset, task, max_samples))]
         found = []
         for length in lengths:
-            builder = replace(self, context_tokens=length, min_text_tokens=length)
+            builder = replace(self, settings=replace(self.settings, context_tokens=length))
             named = replace(dataset, name=f"{dataset.name}, {length} tokens")
-            found.append((named, task, builder.build(named, task, max_samples)))
+            found.append((named, task, builder.build(named, task, max_samples, length)))
         return found
 
-    def _sample(self, task: str, example: Mapping[str, Any], rng: random.Random) -> Sample | None:
+    def _sample(self, task: str, example: Mapping[str, Any], rng: random.Random) -> Sample:
         prompt, prefix = self._prompt(task, example)
-        ids_of_prompt = make_prompt_ids(self.tokenizer, [prompt], self.prompt_format)
+        ids_of_prompt = make_prompt_ids(self.tokenizer, [prompt], self.settings.prompt_format)
         head_ids, prompt_ids, eos = ids_of_prompt.head, ids_of_prompt.turns[0], ids_of_prompt.end
         if task in WRITTEN_TASKS:
             references = list(example["answers"])
             prompt_ids = [*prompt_ids, *encode(self.tokenizer, prefix)]
-            answer = before_answer(prompt, self.prompt_format) + references[0]
+            answer = before_answer(prompt, self.settings.prompt_format) + references[0]
             target_ids = [*encode(self.tokenizer, answer), eos]
             # Tokenized apart, as in training.
             context_ids = [*self.prefix_ids, *encode(self.tokenizer, example["context"])]
@@ -287,9 +231,7 @@ class SampleBuilder:
                 passages=[[*self.prefix_ids, *encode(self.tokenizer, text)] for text in passages],
             )
         ids = encode(self.tokenizer, example["text"])
-        if len(ids) < self.min_text_tokens:
-            return None
-        length = self.context_tokens + (self.continuation_tokens if task == "continuation" else 0)
+        length = self.settings.context_tokens + (self.settings.continuation_tokens if task == "continuation" else 0)
         start = rng.randrange(max(1, len(ids) - length + 1))
         window = ids[start : start + length]
         is_cut = start + length < len(ids) or not ends_as_source(example["text"], example.get("source_texts"))
@@ -297,7 +239,7 @@ class SampleBuilder:
             references = [self.tokenizer.decode(window)]
             return Sample(window, prompt_ids, window, references, head_ids=head_ids)
         # A text shorter than both parts is divided as they are.
-        split = max(1, min(len(window) - 1, len(window) * self.context_tokens // length))
+        split = max(1, min(len(window) - 1, len(window) * self.settings.context_tokens // length))
         continuation = window[split:]
         target_ids = continuation if is_cut else [*continuation, eos]
         references = [self.tokenizer.decode(continuation)]
@@ -307,14 +249,14 @@ class SampleBuilder:
         """What is asked, and what an answer starts with: of a benchmark, its own words, as kvpress puts them."""
         prefix = example.get("answer_prefix")
         if task != "question_answering" or prefix is None:
-            return format_prompt(task, example.get("question", ""), path=self.prompts), ""
-        if self.prompt_format == "chat":
+            return format_prompt(task, example.get("question", ""), path=self.settings.prompts), ""
+        if self.settings.prompt_format == "chat":
             return example["question"], prefix
         return f"{example['question']}\n{prefix}", ""
 
     def _room(self, task: str, sample: Sample) -> int:
         """Tokens that the context may have, beside start token, prompt and the longest thing that may follow."""
-        limit = sys.maxsize if self.max_context_tokens is None else self.max_context_tokens
+        limit = self.max_context_tokens or self.settings.max_context_tokens or sys.maxsize
         if self.max_positions is None:
             return limit
         room = self.max_positions - max(1, len(sample.head_ids)) - len(sample.prompt_ids)
@@ -322,25 +264,16 @@ class SampleBuilder:
         if task == "reconstruction":
             # Its target is the context itself.
             return min(limit, room * share // (share + 1))
-        num_new = sample.max_new_tokens or self.max_new_tokens.get(task, 0)
+        num_new = sample.max_new_tokens or self.settings.max_new_tokens.get(task, 0)
         return min(limit, (room - max(len(sample.target_ids), num_new)) * share)
 
-    def fit(self, task: str, sample: Sample, name: str) -> Sample:
-        """A sample whose context has its place, cut if it may be.
-
-        Args:
-            task: its task.
-            sample: as long as it comes.
-            name: the data set's, for the refusal.
-
-        Raises:
-            ValueError: it does not fit and may not be cut.
-        """
+    def _fit(self, task: str, sample: Sample, name: str) -> Sample:
+        """A sample whose context has its place, cut if it may be."""
         prefix = self.prefix_ids if task in WRITTEN_TASKS else []
         text, room = sample.context_ids[len(prefix) :], self._room(task, sample) - len(prefix)
         if len(text) <= room:
             return sample
-        if not self.truncate_context or room < 1:
+        if not self.settings.truncate_context or room < 1:
             advice = "allow truncation (--truncate-context)" if room >= 1 else "ask for fewer new tokens"
             raise ValueError(
                 f"data set {name!r}, {task}: a context of {len(text)} tokens with its prompt and target does not fit: "
@@ -351,52 +284,37 @@ class SampleBuilder:
             references = [self.tokenizer.decode(kept)]
             return replace(sample, context_ids=kept, target_ids=kept, references=references, truncated=True)
         # What stands right before a continuation matters most.
-        keeps_end = task == "continuation" or self.truncation_side == "left"
+        keeps_end = task == "continuation" or self.settings.truncation_side == "left"
         context_ids = [*prefix, *(text[-room:] if keeps_end else text[:room])]
         passages = cut_passages(sample.passages, len(context_ids), keeps_end)
         return replace(sample, context_ids=context_ids, passages=passages, truncated=True)
 
 
 def _examples_of(task: str, dataset: EvaluationDataset) -> list[dict[str, Any]]:
-    for column in _READ_AS_TEXT.get(task, ()):
-        for row, example in enumerate(dataset.examples):
+    rows: list[dict[str, Any]] = [
+        {**example, "id": str(row if example.get("id") is None else example["id"])}
+        for row, example in enumerate(dataset.examples)
+    ]
+    for row, example in enumerate(rows):
+        for column in _READ_AS_TEXT.get(task, ()):
             _check_text(example[column], column, dataset.name, row)
             if column in _WRITTEN and not is_of_benchmark(example) and not example[column].strip():
-                where = f"in row {row} (counted from 0)"
-                raise ValueError(f"data set {dataset.name!r}: {column!r} is blank {where}{_SKIP}")
+                raise ValueError(
+                    f"data set {dataset.name!r}: {column!r} is blank in row {row} (counted from 0){_SKIP}"
+                )
     if task == "question_answering":
-        return [
-            {**example, **_origin(example, row), "answers": accepted_answers(example["answers"], dataset.name, row)}
-            for row, example in enumerate(dataset.examples)
-        ]
-    if task == "summarisation":
-        # Several summaries of one context are several rows; together they are the references of one sample.
-        by_context: dict[str, dict[str, Any]] = {}
-        for row, example in enumerate(dataset.examples):
-            new = {"context": example["context"], **_origin(example, row), "answers": []}
-            known = by_context.setdefault(example["context"], new)
-            known["answers"].append(example["summary"])
-            known["source_texts"] = _joined_sources(known, example)
-        return list(by_context.values())
-    texts = [example.get("text") or example.get("context") or "" for example in dataset.examples]
-    for row, text in enumerate(texts):
-        _check_text(text, "text", dataset.name, row)
+        answers = [accepted_answers(example["answers"], dataset.name, row) for row, example in enumerate(rows)]
+        return [{**example, "answers": accepted} for example, accepted in zip(rows, answers, strict=True)]
+    column = "context" if task == "summarisation" else "text"
+    # Rows with one text are one sample; several summaries of it are its references.
     by_text: dict[str, dict[str, Any]] = {}
-    for row, (text, example) in enumerate(zip(texts, dataset.examples, strict=True)):
-        known = by_text.setdefault(text, {"text": text, **_origin(example, row)})
-        known["source_texts"] = _joined_sources(known, example)
+    for row, example in enumerate(rows):
+        text = example["context"] if task == "summarisation" else example.get("text") or example.get("context") or ""
+        _check_text(text, column, dataset.name, row)
+        known = by_text.setdefault(text, {column: text, "id": example["id"], "source_texts": [], "answers": []})
+        known["source_texts"] = list(dict.fromkeys([*known["source_texts"], *(example.get("source_texts") or ())]))
+        known["answers"].append(example.get("summary"))
     return list(by_text.values())
-
-
-def _origin(example: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """The example's own name, or its row, and of a window the documents that it is from."""
-    name = str(row if example.get("id") is None else example["id"])
-    return {"id": name, "source_texts": example.get("source_texts")}
-
-
-def _joined_sources(known: Mapping[str, Any], example: Mapping[str, Any]) -> list[str] | None:
-    """The documents of all rows that have one text, without repetitions."""
-    return list(dict.fromkeys([*(known["source_texts"] or ()), *(example.get("source_texts") or ())])) or None
 
 
 def _check_text(value: Any, column: str, name: str, row: int) -> None:

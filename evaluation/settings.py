@@ -17,6 +17,7 @@ DEFAULT_TASKS = ("question_answering", "reconstruction", "continuation")
 WRITTEN_TASKS = ("question_answering", "summarisation")
 TRUNCATION_SIDES = ("right", "left")
 MEMORY_DTYPES = ("bfloat16", "float16", "int8", "int4", "int2")
+_COUNTS = ("batch_size", "context_tokens", "continuation_tokens", "num_resamples", "max_samples", "max_context_tokens")
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,16 @@ class EvaluationSettings:
         context_tokens: length of the windows that reconstruction and continuation take from a text.
         continuation_tokens: length of what follows such a window in continuation.
         reconstruction_bleu: also write reconstructions greedily and score them: BLEU, ROUGE, prefix exact match, and
-            the perplexity of what was recovered under the condition that it was recovered from (GMSA, Figure 4 and
-            Table 10).
+            the perplexity of what was recovered (GMSA, Figure 4 and Table 10).
         restoration_lengths: reconstruct windows of exactly so many tokens, each length as a data set of its own, in
             place of `context_tokens` (GMSA: 128, 256 and 512).
         bert_score_model: folder of a scorer model; everything that is written gets a BERTScore, too.
         bert_score_layer: the scorer's layer, its last one when `None`.
         answer_perplexity: also score a question's first answer token by token.
-        repetition_penalty: what the score of a token that was already written is divided by (multiplied, where it is
-            below zero) while everything that is written is written; tokens of the prompt are not penalised. 1.3 in the
-            code of GMSA's authors; none when `None`.
+        repetition_penalty: penalty on tokens that were already written, those of the prompt apart; 1.3 in the code of
+            GMSA's authors, none when `None`.
         generation: what else everything is written with, fields of `transformers.GenerationConfig` such as
-            `{"num_beams": 4}`; where they do not say, the model's own generation configuration does, without sampling.
+            `{"cache_implementation": "static"}`; greedily where they do not say.
         prompts: name or file of the prompts, or one for each task; when `None` those that the checkpoint was trained
             with, or else "memory_tokens" for a compressor with task tokens and the packaged ones for other models.
         prompt_format: of a plain language model, "plain" or "chat"; a compressor's is its checkpoint's.
@@ -66,8 +65,7 @@ class EvaluationSettings:
         max_context_tokens: most tokens of a context, prefix included; as many as the model has positions for when
             `None`.
         leave_out_long: leave out questions and summaries whose contexts have more than `max_context_tokens` before
-            samples are drawn, and count them, as LongBench-E's rows of more than 8,192 tokens are in mean pooling's
-            Table 2.
+            samples are drawn, and count them, as in mean pooling's Table 2.
         truncate_context: cut contexts that do not fit, and count them, instead of raising.
         truncation_side: side that contexts of questions and summaries are cut on, "right" or "left". A reconstruction
             is always cut on the right, a continuation on the left.
@@ -113,49 +111,25 @@ class EvaluationSettings:
     def __post_init__(self) -> None:
         for task in self.tasks:
             check_choice("task", task, TASKS)
-        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
-            raise ValueError(f"tasks must be one or more of {TASKS}, each once, got {self.tasks}")
-        if self.ratios is not None and (
-            not self.ratios
-            or any(ratio != "auto" and (isinstance(ratio, str) or ratio < 1) for ratio in self.ratios)
-            or len(set(self.ratios)) < len(self.ratios)
-        ):
-            raise ValueError(
-                f"ratios must be one or more different numbers of at least 1 or 'auto', got {self.ratios}"
-            )
-        for task in WRITTEN_TASKS:
-            if self.max_new_tokens.get(task, 0) < 1:
-                raise ValueError(f"max_new_tokens must be at least 1 for {task}, got {self.max_new_tokens}")
-        for name in ("batch_size", "context_tokens", "continuation_tokens", "num_resamples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be a whole number from 0 on, got {self.seed}")
-        for name in ("max_samples", "max_context_tokens"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.leave_out_long and self.max_context_tokens is None:
-            raise ValueError(
-                "leave_out_long leaves out what is longer than max_context_tokens: give a number of tokens"
-            )
-        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}")
         for name in self.alternatives:
             check_choice("alternative", name, ALTERNATIVES)
-        if len(set(self.alternatives)) < len(self.alternatives):
-            raise ValueError(f"alternatives must be different ones of {ALTERNATIVES}, got {self.alternatives}")
-        if self.bounds_only and self.alternatives:
-            raise ValueError(f"bounds_only leaves no ratios for the alternatives, got {self.alternatives}")
         check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
         if self.memory_dtype is not None:
             check_choice("memory_dtype", self.memory_dtype, MEMORY_DTYPES)
+        for name in ("tasks", "ratios", "restoration_lengths", "alternatives"):
+            values = getattr(self, name)
+            if values is not None and len(set(values)) < len(values):
+                raise ValueError(f"{name} must be different ones, got {list(values)}")
+        if not self.tasks or any(ratio != "auto" and not int(ratio) >= 1 for ratio in self.ratios or ()):
+            raise ValueError(f"tasks must not be empty, and ratios at least 1, got {self.tasks} and {self.ratios}")
+        for name in _COUNTS:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.leave_out_long and self.max_context_tokens is None:
+            raise ValueError("leave_out_long leaves out what is longer than max_context_tokens: give a number")
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}")
+        if self.bounds_only and (self.ratios or self.alternatives or self.memory_dtype):
+            raise ValueError("bounds_only compresses nothing: leave out ratios, alternatives and memory_dtype")
         if self.ratios_only and (self.bounds_only or self.alternatives or self.zero_shot):
-            raise ValueError("ratios_only leaves the ratios alone: no bounds_only, no alternatives, no zero shot")
-        for name in ("ratios", "memory_dtype"):
-            if self.bounds_only and getattr(self, name) is not None:
-                raise ValueError(f"bounds_only compresses nothing: leave out the {name}, got {getattr(self, name)!r}")
-        lengths = self.restoration_lengths
-        if lengths is not None and (not lengths or min(lengths) < 2 or len(set(lengths)) < len(lengths)):
-            raise ValueError(f"restoration_lengths must be one or more different numbers of at least 2, got {lengths}")
-        if self.bert_score_layer is not None and self.bert_score_model is None:
-            raise ValueError(f"bert_score_layer needs a bert_score_model, got layer {self.bert_score_layer}")
+            raise ValueError("ratios_only leaves the ratios alone: no bounds_only, no alternatives, no zero_shot")

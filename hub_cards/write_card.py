@@ -17,12 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from ..configuration.configuration_compressor import CompressorConfig
 from ..data.retrieval_sources import RetrievalSource
 from ..data.sources import DataSource
-from ..evaluation.average_intervals import main_metric_of
-from ..evaluation.benchmark_metrics import BENCHMARK_SCORE
 from ..evaluation.plots import plot_quality_by_ratio
 from ..evaluation.report import EvaluationReport
 from ..evaluation.report_tables import reservations
-from ..evaluation.rows import FULL_CONTEXT, NO_CONTEXT, ascending, ratio_condition
+from ..evaluation.rows import BENCHMARK_SCORE, FULL_CONTEXT, NO_CONTEXT, ascending, ratio_condition
 from ..modeling.checkpoint.checkpoint_card import public_name
 from ..training.arguments import read_recipe
 from ..training.run_record import without_folders
@@ -118,7 +116,7 @@ def _pictures(report: EvaluationReport, folder: Path) -> dict[str, str]:
     for task in report.tasks():
         if len(report.ratios(task)) > 1:
             try:
-                path = plot_quality_by_ratio([report], task, report.main_metric(task), folder / f"{task}_by_ratio.png")
+                path = plot_quality_by_ratio(report, task, report.main_metric(task), folder / f"{task}_by_ratio.png")
             except ValueError as error:
                 # The averages that it shows need all conditions of all data sets.
                 logger.warning("no picture of %s by ratio: %s", task, error)
@@ -275,7 +273,7 @@ def _of_one_row(report: EvaluationReport, dataset: str, task: str, condition: st
     }
     return {
         "interval": None if math.isnan(low) else (low, high),
-        "retention": rows[0].retention if metric == main_metric_of(rows[0]) else None,
+        "retention": rows[0].retention if metric == rows[0].main_metric else None,
         **{name: cost or None for name, cost in costs.items()},
     }
 

@@ -328,12 +328,20 @@ def _means(lines: Sequence[Sequence[tuple[float, Sequence[float]]]]) -> list[str
 
 
 def needle_table(path: Path) -> str:
-    """Return the share of needles that the outputs contain, from a result file of the needle task."""
-    from context_compressors.evaluation.needles import NeedleGrid
+    """The share of needles of all kinds that the outputs contain, by length and condition."""
+    from context_compressors.evaluation.rows import ordered_conditions
+    from context_compressors.reporting.tables import markdown_table
 
-    # The first table of the first measure.
-    tables = NeedleGrid.load(path).to_markdown().partition("\n## ")[2]
-    return tables.split("\n\n")[1]
+    cells = {
+        (cell["length"], cell["condition"]): _with(cell["accuracy"], cell["interval"], 0)
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
+        if (cell["kind"], cell["metric"]) == ("all", "substring_accuracy")
+    }
+    conditions = ordered_conditions(name for _, name in cells)
+    rows = [
+        [f"{length:,}", *(cells[length, name] for name in conditions)] for length in sorted({row for row, _ in cells})
+    ]
+    return markdown_table(["tokens", *(name.replace("_", " ") for name in conditions)], rows)
 
 
 def with_scores(text: str) -> str:

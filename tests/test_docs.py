@@ -107,8 +107,7 @@ def test_the_page_on_evaluation_runs(workplace: Path):
         "answers.jsonl",
         "needles.json",
         "needles.jsonl",
-        "needles.png",
-        "analysis/slot_analysis.json",
+        "needles/needles.png",
     ):
         assert (workplace / name).is_file(), name
     assert list((workplace / "plots").glob("*.png"))

@@ -2,6 +2,7 @@
 """The example client, against a server that does with a request what vLLM does with it."""
 
 import base64
+import importlib
 import io
 import json
 import runpy
@@ -16,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from context_compressors import MeanPoolingForCausalLM
+from context_compressors import ICAEForCausalLM, MeanPoolingForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = "Nora keeps eleven bees behind the tower, and Olaf keeps none."
@@ -162,3 +163,31 @@ def test_the_client_gets_the_answers_that_the_pipeline_gives(
         assert capsys.readouterr().out == ""
     with pytest.raises(RuntimeError, match="answers 404"):
         ask(text, model="unknown")
+
+
+def test_the_papers_analyses_draw_and_count(small_checkpoints: Path, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT))
+    build_parser = importlib.import_module("examples.analyses").build_parser
+    (tmp_path / "report.txt").write_text(DOCUMENT)
+    for run, losses in (("a", (3.0, 1.0)), ("b", (2.0, 0.5))):
+        log = [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    document = ["--document", str(tmp_path / "report.txt"), "--ratio", "4"]
+    pooled, icae = str(small_checkpoints / "mean_pooling"), str(tmp_path / "icae")
+    base = str(small_checkpoints / "base")
+    ICAEForCausalLM.from_base(base, compression_ratios=(4,)).save_pretrained(icae, include_base=True)
+    AutoTokenizer.from_pretrained(base).save_pretrained(icae)
+    for words in (
+        ["slots", f"pooled={pooled}", f"icae={icae}", *document, "--output", str(tmp_path / "slots")],
+        ["attention", icae, *document, "--output", str(tmp_path / "attention.png")],
+        ["curves", f"one={tmp_path / 'a'}", f"one={tmp_path / 'b'}", "--output", str(tmp_path / "curves.png")],
+        ["flops", "llama-2-7b", "--methods", "gmsa", "--ratios", "4"],
+    ):
+        arguments = build_parser().parse_args(words)
+        arguments.run(arguments)
+    printed = capsys.readouterr().out
+    assert "| pooled" in printed
+    assert "| gmsa" in printed
+    for name in ("attention.png", "curves.png", "slots/allocation.png", "slots/correlation_of_slots.png"):
+        assert (tmp_path / name).is_file(), name

@@ -14,6 +14,7 @@ import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
+from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
@@ -95,9 +96,10 @@ def _samples(
     max_new_tokens: Mapping[str, int],
 ) -> list[dict[str, Any]]:
     """The questions as token ids, in the order of the rows."""
-    builder = SampleBuilder(
-        tokenizer, None, max_new_tokens, _WINDOW, 1, prompts="chat", prompt_format="chat", seed=_SEED
+    settings = EvaluationSettings(
+        max_new_tokens=max_new_tokens, context_tokens=_WINDOW, prompts="chat", prompt_format="chat", seed=_SEED
     )
+    builder = SampleBuilder(tokenizer, settings)
     return [
         {
             "id": sample.id,

@@ -181,31 +181,4 @@ PROMPTS = argument(
 PROMPT_FORMAT = argument(
     "--prompt-format", default="plain", metavar="FORMAT", help="of a plain language model: plain (default) or chat"
 )
-TEACHER = argument(
-    "--teacher",
-    metavar="MODEL",
-    help="language model, or adapter folder of PEFT, of the bounds (default: the compressor's own decoder)",
-)
-MERGE_ADAPTERS = argument(
-    "--merge-adapters",
-    action="store_true",
-    help="merge the compressor's adapters first: faster, rounded in low precision, and two copies of a base that "
-    "encoder and decoder share unless they share their adapter, too",
-)
-ALLOW_TRAINED_DOCUMENTS = argument(
-    "--allow-trained-documents",
-    action="store_true",
-    help="also score documents that trained the model or chose it, and say so in the report",
-)
-CHOSEN_BY = argument(
-    "--chosen-by",
-    nargs="+",
-    default=[],
-    metavar="FILE",
-    help="result files that the checkpoint was chosen by, whose documents may not be scored again",
-)
 OVERWRITE = argument("--overwrite", action="store_true", help="replace what is there")
-KEEP_ANSWERS = argument("--keep-answers", metavar="FILE", help="write what every sample got, as JSONL")
-TEACHER_BASE = argument(
-    "--teacher-base", metavar="MODEL", help="base of the teacher's adapter (default: where the adapter says)"
-)

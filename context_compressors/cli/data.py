@@ -17,7 +17,7 @@ context-compressors data mrqa mrqa_news.parquet --split validation --where "{sub
 context-compressors data quac quac_train.parquet --source train_v0.2.json
 context-compressors data mediasum mediasum_test.parquet --split test --source MediaSum/data
 
-# A folder for evaluate-retrieval:
+# A folder for evaluate --tasks retrieval:
 context-compressors data fiqa fiqa --split test
 """
 

@@ -4,121 +4,89 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..configuration.nearest_names import check_choice
 from ..data.prompts import TASKS
-from ..evaluation.settings import DEFAULT_TASKS, MEMORY_DTYPES, NUM_RESAMPLES, WRITTEN_TASKS, EvaluationSettings
+from ..data.yaml_text import read_yaml
+from ..evaluation.settings import DEFAULT_TASKS, MEMORY_DTYPES, WRITTEN_TASKS, EvaluationSettings
 from .command import (
-    ALLOW_TRAINED_DOCUMENTS,
-    CHOSEN_BY,
-    KEEP_ANSWERS,
     LOADING,
-    MERGE_ADAPTERS,
     OVERWRITE,
     PROMPT_FORMAT,
     PROMPTS,
-    RATIO_SCALE,
-    TEACHER,
-    TEACHER_BASE,
     argument,
+    check_outputs,
     command,
+    positive_int,
     positive_int_or_auto,
 )
-from .loading import check_ratios, merge_adapters
-from .records import add_model_records, records_of_reports
-from .resuming import earlier_results, progress_path, say_if_done, writer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..data.document_ids import TrainingDocuments
     from ..evaluation.report import EvaluationReport
+    from ..evaluation.samples import EvaluationDataset
 
+# Tasks that make questions of running text, and the ranking of a corpus.
+_HIDING, _RETRIEVAL = ("needles", "ruler"), "retrieval"
+_LENGTHS = (256, 512, 1024, 2048, 4096)
 _SOURCE = (
     "FILE (.parquet, .jsonl, .txt, .md), HUB_NAME[:CONFIG][@SPLIT], generated, generated:KIND, or a recipe's source "
-    "as YAML"
+    "as YAML; NAME=SOURCE names one, SOURCE#N draws N of its samples, FILE.yaml lists some"
 )
-_NAMES = "NAME=SOURCE names one, SOURCE#N draws N of its samples, FILE.yaml lists some"
 _EXAMPLES = """
 # Generated documents and a file, at two ratios, ten samples each:
 context-compressors evaluate my-compressor --data generated squad_dev.parquet --ratios 4 8 --max-samples 10
-
-# Two groups of data sets against a fine-tuned teacher, with a result file and pictures:
-context-compressors evaluate my-compressor --teacher my-teacher --data squad=rajpurkar/squad@validation \\
-    --out-of-domain quail_dev.parquet --tasks question_answering --output results.json --plots plots
-
-# Reconstruction and continuation of plain text, also with BLEU of what the model writes itself:
-context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction continuation \\
-    --context-tokens 256 --reconstruction-bleu
-
-# Restoration as GMSA measures it: the original context beside the slots, at three lengths:
-context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction --reconstruction-bleu \\
-    --restoration-lengths 128 256 512 --bert-score-model scorers/roberta-large --bert-score-layer 17
 
 # 1,000 questions of one set and 300 of another, beside a reader with an adapter of PEFT that reads the whole text,
 # its beginning, or what BM25 picks; the report grows while it runs, and a second start goes on with it:
 context-compressors evaluate my-compressor --data squad=squad_dev.parquet#1000 --out-of-domain nq_test.parquet#300 \\
     --tasks question_answering --alternatives cut bm25 --teacher reader-lora --teacher-base my-base \\
-    --output results.json --keep-answers answers.jsonl --resume
+    --output results.json --keep-answers answers.jsonl --plots plots --resume
 
-# The twelve sets of MRQA, a row each; three tasks of RULER; LongBench as kvpress publishes it:
-context-compressors evaluate my-compressor --data '{name: mrqa-workshop/mrqa, split: validation, by: subset}' \\
-    --out-of-domain '{name: mrqa-workshop/mrqa, by: subset}' --tasks question_answering --max-samples 300
-context-compressors evaluate my-compressor --data generated:vt generated:niah_single_1 \\
-    '{path: books.parquet, kind: niah_multiquery}' --document-tokens 4096 --tasks question_answering
-context-compressors evaluate my-compressor --data Xnhyacinth/LongBench:hotpotqa Xnhyacinth/LongBench:trec \\
-    --tasks question_answering --truncate-context
+# Reconstruction and continuation of plain text, also with BLEU of what the model writes itself:
+context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction continuation \\
+    --context-tokens 256 --reconstruction-bleu
+
+# One fact in running text at two lengths; the tasks of RULER; LongBench as kvpress publishes it:
+context-compressors evaluate my-compressor --tasks needles --data books.parquet --lengths 512 1024 --plots plots
+context-compressors evaluate my-compressor --tasks ruler --data generated books.parquet --lengths 4096
+context-compressors evaluate my-compressor --data Xnhyacinth/LongBench:hotpotqa --tasks question_answering \\
+    --truncate-context
+
+# nDCG@10 on the test queries of a folder of BEIR's form, at every ratio of a retrieval checkpoint, beside BM25:
+context-compressors evaluate my-retriever --tasks retrieval --data scifact --alternatives bm25 --output scifact.json
 
 # The plain language model that a compressor stands on:
 context-compressors evaluate my-base --data generated --max-samples 100 --output base.json
 """
 
 
-def write_plots(report: EvaluationReport, folder: str | Path, others: Sequence[EvaluationReport] = ()) -> list[Path]:
-    """Draw each task's main metric by ratio, the domain gap of two domains with both bounds, and by model size.
-
-    Args:
-        report: what to draw.
-        folder: where the pictures go; made when it is not there.
-        others: reports of other models; with any, quality by model size is drawn, too.
-
-    Returns:
-        The files, PNG.
-    """
-    from ..evaluation.plots import plot_domain_gap, plot_quality_by_model_size, plot_quality_by_ratio
-    from ..evaluation.rows import FULL_CONTEXT, NO_CONTEXT
-
-    folder = Path(folder)
-    paths = []
-    for task in report.tasks():
-        metric = report.main_metric(task)
-        paths.append(plot_quality_by_ratio([report], task, metric, folder / f"{task}_by_ratio.png"))
-        has_bounds = {NO_CONTEXT, FULL_CONTEXT} <= set(report.conditions(task))
-        if has_bounds and report.datasets(task, "in") and report.datasets(task, "out"):
-            paths.append(plot_domain_gap([report], task, metric, folder / f"{task}_domain_gap.png"))
-        if others:
-            path = folder / f"{task}_by_model_size.png"
-            paths.append(plot_quality_by_model_size([report, *others], task, metric, path))
-    return paths
-
-
 def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings:
-    """The evaluation's options from the parsed command line; raises `ValueError` for a value that is not allowed."""
-    fields: dict[str, Any] = {
-        name: getattr(arguments, name) for name in EvaluationSettings.__dataclass_fields__ if name in arguments
-    }
-    fields["tasks"], fields["alternatives"] = tuple(arguments.tasks), tuple(arguments.alternatives)
-    for name in ("ratios", "restoration_lengths"):
-        values = getattr(arguments, name)
-        fields[name] = None if values is None else tuple(values)
-    fields["generation"] = generation_from_arguments(arguments.generation_config)
+    """The evaluation's options from the parsed command line and its `--config`.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+    allowed = EvaluationSettings.__dataclass_fields__
+    fields: dict[str, Any] = {name: getattr(arguments, name) for name in allowed if name in arguments}
     fields["max_new_tokens"] = EvaluationSettings().max_new_tokens | max_new_tokens_from_arguments(
         arguments.max_new_tokens
     )
-    return EvaluationSettings(**fields)
+    if set(arguments.tasks) & set(_HIDING):
+        fields["tasks"] = ["question_answering"]
+    if arguments.config is not None:
+        config = read_yaml(Path(arguments.config))
+        for name in config:
+            check_choice(f"setting of {arguments.config}:", name, allowed)
+        fields |= config
+    return EvaluationSettings(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    )
 
 
 def max_new_tokens_from_arguments(values: Sequence[str]) -> dict[str, int]:
@@ -138,30 +106,6 @@ def max_new_tokens_from_arguments(values: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def generation_from_arguments(values: Sequence[str]) -> dict[str, Any]:
-    """Fields of a generation configuration from files, and from values such as "num_beams=4" over them.
-
-    Raises:
-        ValueError: a file that is not there, or holds no fields.
-    """
-    found: dict[str, Any] = {}
-    given: dict[str, Any] = {}
-    for value in values:
-        name, is_field, text = value.partition("=")
-        if is_field and name.isidentifier():
-            try:
-                given[name] = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
-            except ValueError:
-                given[name] = text
-            continue
-        path = Path(value) / "generation_config.json" if Path(value).is_dir() else Path(value)
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-        if not isinstance(content, dict):
-            raise ValueError(f"--generation-config takes KEY=VALUE or a JSON file with fields, got {value!r}")
-        found |= content
-    return found | given
-
-
 def _load(name: str, arguments: argparse.Namespace, base_model: str | None) -> PreTrainedModel:
     from .loading import load_model
 
@@ -174,25 +118,15 @@ def _load(name: str, arguments: argparse.Namespace, base_model: str | None) -> P
     )
 
 
-def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
-    """Load what the arguments name, score it, and write the report and the answers while they come."""
-    from ..evaluation.data_sets import load_datasets
-    from ..evaluation.evaluate import can_compress, evaluate_model, model_label
-    from ..evaluation.report import EvaluationReport
-    from ..modeling.checkpoint.pretrained_bases import tokenizer_from_place
+def _datasets(arguments: argparse.Namespace, tokenizer: Any) -> list[EvaluationDataset]:
+    from ..evaluation.data_sets import load_datasets, sources_of_task
 
-    settings = settings_from_arguments(arguments)
-    earlier = earlier_results(arguments, EvaluationReport.load)
-    for path in arguments.compare_with:
-        EvaluationReport.load(path)
-    records = records_of_reports(arguments)
-    progress_file = progress_path(arguments)
-    tokenizer = tokenizer_from_place(arguments.model, trust_remote_code=arguments.trust_remote_code)
-    datasets = [
-        dataset
-        for domain, sources in (("in", arguments.data), ("out", arguments.out_of_domain))
-        for dataset in load_datasets(
-            sources,
+    datasets = []
+    hiding = [task for task in arguments.tasks if task in _HIDING]
+    for domain, sources in (("in", arguments.data), ("out", arguments.out_of_domain)):
+        parsed = [source for task in hiding for source in sources_of_task(sources, task, arguments.lengths)]
+        datasets += load_datasets(
+            parsed if hiding else sources,
             tokenizer,
             domain=domain,
             data_dir=arguments.data_dir,
@@ -200,32 +134,72 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
             num_documents=arguments.documents,
             document_tokens=arguments.document_tokens,
         )
-    ]
-    if arguments.plots and settings.bounds_only:
-        raise ValueError("--plots draws quality by ratio, of which --bounds-only leaves none")
-    if arguments.ratio_scale is not None:
-        check_ratios(arguments.model, [], arguments)
+    return datasets
+
+
+def _records(arguments: argparse.Namespace, on_hub: bool) -> dict[str, TrainingDocuments | None]:
+    """What trained and chose the models, and what is said to have chosen them."""
+    from ..data.document_ids import TrainingDocuments
+    from ..evaluation.evaluate import model_label
+    from ..evaluation.held_out import add_record, reported_documents
+
+    records: dict[str, TrainingDocuments | None] = {}
+    for path in arguments.chosen_by:
+        name = f"{model_label(arguments.model)}, by {Path(path).name}"
+        add_record(records, name, TrainingDocuments(chose=reported_documents(path)))
+    add_record(records, model_label(arguments.model), TrainingDocuments.of(arguments.model, on_hub))
+    if arguments.teacher is not None:
+        add_record(records, model_label(arguments.teacher), TrainingDocuments.of(arguments.teacher))
+    return records
+
+
+def _writer(arguments: argparse.Namespace, earlier: EvaluationReport | None) -> Callable[[EvaluationReport], None]:
+    """What writes a report to `--output` as it grows, and its answers to `--keep-answers`."""
+    from ..evaluation.answers_file import AnswersFile
+
+    done = set() if earlier is None else {(row.dataset, row.task) for row in earlier.rows}
+    answers = AnswersFile(arguments.keep_answers, done) if arguments.keep_answers else None
+
+    def write(report: EvaluationReport) -> None:
+        # Answers first: what the results have, they have answers for.
+        if answers is not None:
+            answers.write_new(report)
+        if arguments.output:
+            report.save(arguments.output)
+
+    return write
+
+
+def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> list[Path]:
+    """Load what the arguments name, score it, write the report while it grows, print it, and return the pictures."""
+    from ..evaluation.evaluate import can_compress, evaluate_model, model_label
+    from ..evaluation.plots import write_plots
+    from ..evaluation.report import EvaluationReport
+    from ..evaluation.report_tables import report_markdown
+    from ..modeling.checkpoint.pretrained_bases import tokenizer_from_place
+    from .loading import merge_adapters
+
+    earlier = None
+    if arguments.resume and Path(arguments.output).exists():
+        earlier = EvaluationReport.load(arguments.output)
+    others = [EvaluationReport.load(path) for path in arguments.compare_with]
+    tokenizer = tokenizer_from_place(arguments.model, trust_remote_code=arguments.trust_remote_code)
+    datasets = _datasets(arguments, tokenizer)
     model = _load(arguments.model, arguments, arguments.base_model)
-    if arguments.ratio_scale is not None:
-        model.config.ratio_scale = arguments.ratio_scale
-    num_parameters = model.num_parameters()
+    compresses, num_parameters = can_compress(model), model.num_parameters()
+    if arguments.plots and (settings.bounds_only or not compresses):
+        raise ValueError("--plots draws quality by ratio, and nothing is compressed here")
     if arguments.merge_adapters:
         if settings.zero_shot or "self_information" in settings.alternatives:
             raise ValueError("--merge-adapters: --zero-shot and self_information read the base with the adapters off")
         merge_adapters(model)
-    if arguments.plots and not can_compress(model):
-        raise ValueError(
-            f"--plots draws quality by ratio, and {model_label(arguments.model)} is a plain language model"
-        )
-    add_model_records(records, arguments, on_hub=can_compress(model))
-    teacher = None if arguments.teacher is None else _load(arguments.teacher, arguments, arguments.teacher_base)
-    write = writer(arguments, [] if earlier is None else earlier.rows)
+    write = _writer(arguments, earlier)
     report = evaluate_model(
         model,
         tokenizer,
         datasets,
         settings,
-        teacher=teacher,
+        teacher=None if arguments.teacher is None else _load(arguments.teacher, arguments, arguments.teacher_base),
         model_name=model_label(arguments.model),
         num_parameters=num_parameters,
         # Scores on generated documents mean nothing without their length.
@@ -233,13 +207,52 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
             "document_tokens": arguments.document_tokens,
             "teacher": arguments.teacher and model_label(arguments.teacher),
         },
-        records=records,
+        records=_records(arguments, on_hub=compresses),
         resume_from=earlier,
-        progress_file=progress_file,
         on_result=write,
     )
     write(report)
-    return report
+    # Before anything is drawn, which may fail.
+    print(report_markdown(report))
+    if arguments.resume and not report.answers:
+        print(f"{arguments.output} is done: nothing was left to score")
+    return write_plots(report, arguments.plots, others) if arguments.plots else []
+
+
+def _rank(arguments: argparse.Namespace) -> None:
+    """Rank the corpus of a folder of BEIR's form, and write and print what came out."""
+    from ..data.retrieval_sources import JudgedQueries, RetrievalSource
+    from ..evaluation.answers_file import write_answers
+    from ..evaluation.report_tables import held_out_lines
+    from ..evaluation.retrieval import evaluate_collection, retrieval_table
+    from ..evaluation.rows import plain_json
+    from ..modeling.checkpoint.pretrained_bases import tokenizer_from_place
+    from ..reporting.result_files import write_results
+    from .loading import load_retriever
+
+    if len(arguments.data) != 1:
+        raise ValueError(f"--tasks retrieval ranks one folder, FOLDER[@SPLIT], got --data {arguments.data}")
+    place, _, split = arguments.data[0].partition("@")
+    folder = Path(arguments.data_dir or ".", place)
+    judged = JudgedQueries(RetrievalSource.from_folder(folder, split or "test"))
+    content, answers = evaluate_collection(
+        load_retriever(arguments.model, arguments.dtype, arguments.device),
+        tokenizer_from_place(arguments.model),
+        judged,
+        f"{folder.resolve().name}, {split or 'test'}",
+        ratios=arguments.ratios,
+        bm25="bm25" in arguments.alternatives,
+        records=_records(arguments, on_hub=True),
+        allow_trained_documents=arguments.allow_trained_documents,
+        max_query_tokens=arguments.max_query_tokens,
+        max_document_tokens=arguments.max_context_tokens or 512,
+        batch_size=arguments.batch_size,
+    )
+    if arguments.keep_answers:
+        write_answers(answers, arguments.keep_answers)
+    if arguments.output:
+        write_results(plain_json(content), arguments.output)
+    print("\n".join([*held_out_lines(content["held_out"]), "", retrieval_table(content["rows"])]))
 
 
 @command(
@@ -247,7 +260,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     "Score a compressor without context, with full context, and at every ratio; or a plain language model without "
     "context and with full context.",
     argument("model", help="Hub id or folder of the compressor or plain language model"),
-    argument("--data", nargs="+", default=[], metavar="SOURCE", help=f"in-domain data sets: {_SOURCE}; {_NAMES}"),
+    argument("--data", nargs="+", default=[], metavar="SOURCE", help=f"in-domain data sets: {_SOURCE}"),
     argument("--out-of-domain", nargs="+", default=[], metavar="SOURCE", help="out-of-domain data sets, likewise"),
     argument("--data-dir", metavar="FOLDER", help="folder that the files are relative to"),
     argument(
@@ -255,7 +268,11 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         nargs="+",
         default=list(DEFAULT_TASKS),
         metavar="TASK",
-        help=f"among {', '.join(TASKS)} (default: {' '.join(DEFAULT_TASKS)})",
+        help=f"among {', '.join(TASKS)} (default: {' '.join(DEFAULT_TASKS)}); or needles (one fact in running text), "
+        "ruler (the tasks of RULER), or retrieval (a folder of BEIR's form, FOLDER[@SPLIT])",
+    ),
+    argument(
+        "--config", metavar="YAML", help="file with further settings, the fields of EvaluationSettings, which go first"
     ),
     argument(
         "--ratios",
@@ -264,14 +281,17 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         metavar="R",
         help="compression ratios, and auto for a compressor that selects them (default: the checkpoint's own)",
     ),
-    RATIO_SCALE,
     argument(
         "--memory-dtype",
         choices=MEMORY_DTYPES,
         help="round memories, such as to 4 bits a value (default: as the model makes them, in its --dtype)",
     ),
-    TEACHER,
-    TEACHER_BASE,
+    argument(
+        "--teacher",
+        metavar="MODEL",
+        help="language model, or adapter folder of PEFT, of the bounds (default: the compressor's own decoder)",
+    ),
+    argument("--teacher-base", metavar="MODEL", help="base of the teacher's adapter (default: as the adapter says)"),
     argument(
         "--alternatives",
         nargs="+",
@@ -281,11 +301,18 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         "that the base expects least (self_information)",
     ),
     argument("--zero-shot", action="store_true", help="also score the base language model with the adapters off"),
-    MERGE_ADAPTERS,
-    argument("--max-samples", type=int, metavar="N", help="samples per data set and task (default: all)"),
+    argument("--bounds-only", action="store_true", help="score no context and full context only"),
+    argument("--ratios-only", action="store_true", help="leave out no context and full context"),
+    argument(
+        "--merge-adapters",
+        action="store_true",
+        help="merge the compressor's adapters first: faster, rounded in low precision, and two copies of a base that "
+        "encoder and decoder share unless they share their adapter, too",
+    ),
+    argument("--max-samples", type=positive_int, metavar="N", help="samples per data set and task (default: all)"),
     argument(
         "--batch-size",
-        type=int,
+        type=positive_int,
         default=8,
         metavar="B",
         help="samples per batch, of at most 16,384 tokens (default: 8)",
@@ -298,55 +325,56 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         help="most tokens to write, of one task TASK=N (default: question_answering=32 summarisation=128)",
     ),
     argument(
-        "--context-tokens",
-        type=int,
-        default=256,
-        metavar="N",
-        help="window of reconstruction and continuation (default: 256)",
-    ),
-    argument("--continuation-tokens", type=int, default=64, metavar="N", help="tokens to continue with (default: 64)"),
-    argument("--documents", type=int, default=100, metavar="N", help="number of generated documents (default: 100)"),
-    argument(
-        "--document-tokens", type=int, default=128, metavar="N", help="length of generated documents (default: 128)"
-    ),
-    argument(
-        "--reconstruction-bleu", action="store_true", help="also write reconstructions; BLEU, ROUGE, prefix match"
-    ),
-    argument(
-        "--restoration-lengths", nargs="+", type=int, metavar="N", help="windows of exactly N tokens to reconstruct"
-    ),
-    argument("--bert-score-model", metavar="FOLDER", help="scorer model: what is written gets a BERTScore, too"),
-    argument("--bert-score-layer", type=int, metavar="L", help="layer of the scorer model (default: its last)"),
-    argument(
         "--repetition-penalty",
         type=float,
         metavar="P",
         help="penalty on tokens that were already written, those of the prompt apart, such as 1.3 (GMSA)",
     ),
     argument(
-        "--generation-config",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE|FILE",
-        help="how everything is written, fields of transformers' generation configuration, such as num_beams=4 or "
-        "do_sample=true temperature=0.7, or a JSON file of them (default: the model's own, greedily)",
+        "--context-tokens",
+        type=positive_int,
+        default=256,
+        metavar="N",
+        help="window of reconstruction and continuation (default: 256)",
     ),
     argument(
-        "--answer-perplexity", action="store_true", help="also score each question's first answer token by token"
+        "--continuation-tokens", type=positive_int, default=64, metavar="N", help="tokens to continue (default: 64)"
+    ),
+    argument("--reconstruction-bleu", action="store_true", help="also write reconstructions: BLEU, ROUGE, prefix"),
+    argument(
+        "--restoration-lengths", nargs="+", type=positive_int, metavar="N", help="reconstruct windows of N tokens"
+    ),
+    argument("--bert-score-model", metavar="FOLDER", help="scorer model: what is written gets a BERTScore, too"),
+    argument(
+        "--documents",
+        type=positive_int,
+        default=100,
+        metavar="N",
+        help="number of generated documents, needles and questions of RULER (default: 100)",
+    ),
+    argument(
+        "--document-tokens",
+        type=positive_int,
+        default=128,
+        metavar="N",
+        help="length of generated documents (default: 128)",
+    ),
+    argument(
+        "--lengths",
+        nargs="+",
+        type=positive_int,
+        default=list(_LENGTHS),
+        metavar="N",
+        help=f"tokens of contexts of needles and RULER (default: {' '.join(map(str, _LENGTHS))})",
     ),
     PROMPT_FORMAT,
     PROMPTS,
     argument(
-        "--context-prefix", default="", metavar="TEXT", help="in front of the contexts of questions and summaries"
+        "--max-context-tokens", type=positive_int, metavar="N", help="longest context (default: what the model reads)"
     ),
     argument(
-        "--bounds-only", action="store_true", help="score a compressor without context and with full context only"
+        "--max-query-tokens", type=positive_int, default=64, metavar="N", help="longest query (default: %(default)s)"
     ),
-    argument("--ratios-only", action="store_true", help="leave out no context and full context"),
-    argument(
-        "--task-tokens-in-bounds", action="store_true", help="start texts of the bounds with the task token, too"
-    ),
-    argument("--max-context-tokens", type=int, metavar="N", help="longest context (default: what the model can read)"),
     argument(
         "--leave-out-long",
         action="store_true",
@@ -355,22 +383,25 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     argument("--truncate-context", action="store_true", help="cut contexts that do not fit, and count them"),
     argument("--truncation-side", default="right", metavar="SIDE", help="cut on the right (default) or left"),
     argument("--allow-untrained-ratio", action="store_true", help="accept ratios the checkpoint was not trained for"),
-    ALLOW_TRAINED_DOCUMENTS,
-    CHOSEN_BY,
-    argument("--output", metavar="FILE", help="write the report as JSON, anew after each task on each data set"),
     argument(
-        "--resume",
+        "--allow-trained-documents",
         action="store_true",
-        help="go on where an evaluation with this --output stopped, inside a data set, too",
+        help="also score documents that trained the model or chose it, and say so in the report",
     ),
-    KEEP_ANSWERS,
+    argument(
+        "--chosen-by",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="result files that the checkpoint was chosen by, whose documents may not be scored again",
+    ),
+    argument("--output", metavar="FILE", help="write the report as JSON, anew after each task on each data set"),
+    argument("--resume", action="store_true", help="go on where an evaluation with this --output stopped"),
+    argument("--keep-answers", metavar="FILE", help="write what every sample got, as JSONL"),
     OVERWRITE,
     argument("--plots", metavar="FOLDER", help="write pictures of the report"),
     argument("--compare-with", nargs="+", default=[], metavar="FILE", help="reports for the picture by model size"),
     argument("--seed", type=int, default=0, help="draws samples, windows, documents and resamples (default: 0)"),
-    argument(
-        "--num-resamples", type=int, default=NUM_RESAMPLES, metavar="N", help="of the bootstrap (default: %(default)s)"
-    ),
     *LOADING,
     examples=_EXAMPLES,
 )
@@ -380,18 +411,20 @@ def main(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError, TypeError, OSError, ImportError: see `evaluate_model`, `load_model` and `load_datasets`.
     """
+    tasks = arguments.tasks
+    for task in tasks:
+        check_choice("task", task, (*TASKS, *_HIDING, _RETRIEVAL))
+    if len(tasks) > 1 and set(tasks) & {*_HIDING, _RETRIEVAL} and not set(tasks) <= set(_HIDING):
+        raise ValueError(f"needles and ruler, or retrieval, are evaluated apart from other tasks, got {tasks}")
     if not arguments.data and not arguments.out_of_domain:
         raise ValueError("give at least one data set with --data or --out-of-domain")
-    from ..evaluation.report_tables import report_markdown
-
-    report, paths = _evaluate(arguments), []
-    # Before anything is drawn, which may fail.
-    print(report_markdown(report))
-    if arguments.plots:
-        from ..evaluation.report import EvaluationReport
-
-        others = [EvaluationReport.load(path) for path in arguments.compare_with]
-        paths = write_plots(report, arguments.plots, others)
-    say_if_done(arguments, not report.answers)
-    for path in [*filter(None, [arguments.output, arguments.keep_answers]), *paths]:
+    if arguments.resume and not arguments.output:
+        raise ValueError("--resume goes on with what is in --output: name it")
+    check_outputs((arguments.output, arguments.keep_answers), arguments.overwrite or arguments.resume)
+    pictures: list[Path] = []
+    if tasks == [_RETRIEVAL]:
+        _rank(arguments)
+    else:
+        pictures = _evaluate(arguments, settings_from_arguments(arguments))
+    for path in [*filter(None, [arguments.output, arguments.keep_answers]), *pictures]:
         print(f"wrote {path}")

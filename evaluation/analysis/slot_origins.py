@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a document went into which slot, and how well its tokens can be had back from the slots."""
+"""Which tokens and layers the slots of a document are made of, and how well its tokens come back from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,18 +11,133 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.prompts import default_prompts, format_prompt
+from ...modeling.compressor.backbone import CompressorBackbone
+from ...modeling.compressor.chunking import Chunks, cut
+from ...modeling.compressor.validation import check_context_length, check_ratios, check_together
 from ...modeling.memory.compressed_context import CompressedContext
+from ...modeling.parts.call_views import twin
 from ...modeling.parts.chat_template import prompt_ids
 from ...modeling.parts.pooling import num_slots
 from ...modeling.parts.prompting import restored_ids, start_ids
-from ...modeling.parts.text_ids import start_token_id
-from .attention import has_memory_tokens, memory_token_shares
-from .information_flow import has_information_flow, information_flow
-from .one_chunk import one_chunk
+from ...modeling.parts.text_ids import start_token_id, text_tokenizer
 
 PLAN, ATTENTION, WINDOWS, KEPT = "plan", "attention", "windows", "kept"
 # Tokens whose logits are computed at once.
 _LOGITS_AT_ONCE = 256
+
+
+def context_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A tokenizer for a compressor's documents: the encoder's own where it has one, else the one saved with it."""
+    return text_tokenizer(model.encoder_tokenizer or tokenizer)
+
+
+def one_chunk(
+    backbone: CompressorBackbone, input_ids: Tensor, attention_mask: Tensor | None, ratio: int | None
+) -> tuple[Chunks, int | Tensor]:
+    """Contexts, each as a chunk of its own, and the ratio that they are compressed at.
+
+    Args:
+        input_ids: `(batch_size, num_tokens)`.
+    """
+    config, context = backbone.config, backbone.context_rows(input_ids, attention_mask)
+    check_together(context)
+    ratios = check_ratios([ratio], config.compression_ratios, input_ids, False)
+    chunks = cut(context.input_ids, context.attention_mask, context.lengths, config.chunk_size, config.position_layout)
+    if chunks.chunks_per_row > 1 or not max(chunks.lengths):
+        raise ValueError(
+            f"slots are shown of a context of 1 to {config.chunk_size or 'any number of'} tokens (one chunk), "
+            f"got {max(context.lengths)}"
+        )
+    if config.encoder_limit is not None:
+        check_context_length(config.get_encoder_config(), int(chunks.position_ids.max()) + 1, config.chunk_size)
+    return chunks, ratios[0]
+
+
+@dataclass
+class InformationFlow:
+    """What slots are made of.
+
+    Args:
+        layer_weights: `(batch_size, num_tokens, num_states)`, how much of each layer is in a token's anchor (alpha of
+            equation 6); `None` without a gate.
+        allocation: `(batch_size, num_slots, num_tokens)`, how much of each token is in a slot; in sum 1 for a slot.
+    """
+
+    layer_weights: Tensor | None
+    allocation: Tensor
+
+
+@torch.no_grad()
+def information_flow(
+    backbone: Any, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: int | None = None
+) -> InformationFlow:
+    """Which layers and which tokens the slots are made of (ComprExIT, Figures 3 to 5 and 7).
+
+    Args:
+        backbone: of a compressor with a transmission plan.
+        input_ids: contexts `(batch_size, num_tokens)` of at most one chunk.
+        attention_mask: their mask.
+        ratio: one of the checkpoint's; its default if not given.
+
+    Returns:
+        The weights; tokens and slots stand left-aligned, and pads have zero.
+
+    Raises:
+        ValueError: a context of several chunks, or no context tokens at all; as `compress` besides.
+    """
+    chunks, chunk_ratio = one_chunk(backbone, input_ids, attention_mask, ratio)
+
+    def anchors_and_weights(hidden_states: Sequence[Tensor]) -> Tensor:
+        if backbone.layer_gate is None:
+            return backbone.anchors(hidden_states)
+        return torch.cat(backbone.layer_gate(hidden_states), dim=-1)
+
+    width = backbone.config.get_encoder_config().hidden_size
+    anchors, weights = backbone.reduce_layers(anchors_and_weights, chunks).tensor_split([width], dim=-1)
+    mask = chunks.attention_mask.bool()
+    return InformationFlow(
+        layer_weights=None if backbone.layer_gate is None else weights * mask[:, :, None],
+        allocation=backbone.transmission.allocation(anchors, mask, chunk_ratio),
+    )
+
+
+@torch.no_grad()
+def attention_by_head(
+    backbone: Any, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: int | None = None
+) -> tuple[Tensor, ...]:
+    """How much each memory token attends to each context token, by layer (EPL, Figures 6 and 7).
+
+    Args:
+        backbone: of a compressor whose encoder reads memory tokens behind the context.
+        input_ids: contexts `(batch_size, num_tokens)` of at most one chunk.
+        attention_mask: their mask.
+        ratio: one of the checkpoint's; its default if not given.
+
+    Returns:
+        For each layer `(batch_size, num_heads, num_memory_tokens, num_tokens)`; context tokens stand left-aligned,
+        and pads have zero. A row sums up to less than 1: the rest went to the memory tokens themselves.
+
+    Raises:
+        ValueError: a method without memory tokens, a context of several chunks, or no context tokens at all; as
+            `compress` besides.
+    """
+    if origin_kind(backbone) != ATTENTION:
+        raise ValueError(f"{type(backbone).__name__} has no memory tokens in its encoder whose attention can be shown")
+    chunks, chunk_ratio = one_chunk(backbone, input_ids, attention_mask, ratio)
+    # Only this implementation gives its weights away.
+    alone = twin(backbone)
+    alone.encoder_backbone.set_attn_implementation("eager")
+    (rows,) = alone.memory_rows(chunks, [chunk_ratio])
+    attentions = alone.encoder_outputs(**rows.inputs, output_attentions=True).attentions
+    memory_mask = rows.groups[0][1]
+    lengths = chunks.attention_mask.sum(dim=1)
+    # A row is [context, memory tokens, pads].
+    columns = torch.arange(max(chunks.lengths), device=lengths.device)
+    is_real = (columns < lengths[:, None])[:, None, None] & memory_mask.bool()[:, None, :, None]
+    of_tokens = (weights[..., : len(columns)] for weights in attentions)
+    return tuple(
+        weights.take_along_dim(rows.places[:, None, :, None], dim=2).masked_fill(~is_real, 0) for weights in of_tokens
+    )
 
 
 @dataclass(frozen=True)
@@ -30,9 +145,9 @@ class SlotOrigins:
     """What the slots of a document are made of.
 
     Args:
-        kind: what tells it: "plan", the weights that tokens are transported with; "attention" of memory tokens, in the
-            last layer; "windows" of neighbouring tokens whose mean, or embedding, a slot is; or "kept", tokens
-            whose own keys and values a slot holds, as shares of the heads of all layers.
+        kind: where the weights come from: "plan", the weights that tokens are transported with; "attention" of memory
+            tokens, in the last layer; "windows" of neighbouring tokens whose mean, or embedding, a slot is; or "kept",
+            tokens whose own keys and values a slot holds, as shares of the heads of all layers.
         chunks: for each chunk of the document `(num_slots, num_tokens)`; what a slot is made of sums up to 1.
     """
 
@@ -40,11 +155,7 @@ class SlotOrigins:
     chunks: tuple[Tensor, ...]
 
     def strongest(self, most: int) -> list[list[tuple[int, float]]]:
-        """For each slot the places of its tokens in the document and their weights, in the order of the text.
-
-        Args:
-            most: tokens of a slot at most; those below a hundredth of its strongest one are left out.
-        """
+        """For each slot the places of its tokens in the document and their weights, in the order of the text."""
         found, first = [], 0
         for weights in self.chunks:
             for slot in weights:
@@ -65,38 +176,39 @@ def slot_origins(model: PreTrainedModel, ids: Sequence[int], ratio: int | None =
         ratio: context tokens per slot; the checkpoint's default when `None`.
 
     Returns:
-        What the model's own parts tell; `None` where a slot has no such weights.
+        The weights of the model's own parts; `None` where a slot has none.
 
     Raises:
         ValueError: a document without tokens, or a ratio that the checkpoint lacks.
     """
-    backbone = model.base_model
-    kind = _kind(backbone)
+    kind = origin_kind(model.base_model)
     if kind is None:
         return None
     size = model.config.chunk_size or max(1, len(ids))
     parts = [ids[start : start + size] for start in range(0, max(1, len(ids)), size)]
     rows = (torch.tensor([list(part)], device=model.device) for part in parts)
-    return SlotOrigins(kind, tuple(_weights(backbone, kind, row, ratio).float().cpu() for row in rows))
+    return SlotOrigins(kind, tuple(slot_weights(model.base_model, kind, row, ratio).float().cpu() for row in rows))
 
 
-def _kind(backbone: Any) -> str | None:
-    if has_information_flow(backbone):
+def origin_kind(backbone: Any) -> str | None:
+    """Where the weights of `SlotOrigins` come from; `None` for a method without any."""
+    if hasattr(backbone, "transmission"):
         return PLAN
-    if has_memory_tokens(backbone):
+    if getattr(backbone, "memory_embeddings", None) is not None:
         return ATTENTION
     if getattr(backbone, "pools_windows", False):
         return WINDOWS
     return KEPT if hasattr(backbone, "kept_tokens") else None
 
 
-def _weights(backbone: Any, kind: str, input_ids: Tensor, ratio: int | None) -> Tensor:
-    """Of one chunk, `(num_slots, num_tokens)`."""
+def slot_weights(backbone: Any, kind: str, input_ids: Tensor, ratio: int | None) -> Tensor:
+    """How much of each token of one chunk is in each slot, `(num_slots, num_tokens)`."""
     if kind == PLAN:
         return information_flow(backbone, input_ids, ratio=ratio).allocation[0]
     if kind == ATTENTION:
-        return memory_token_shares(backbone, input_ids, ratio)
-    chunks, chunk_ratio = one_chunk(backbone, input_ids, None, ratio, "the origin of slots is shown")
+        attention = attention_by_head(backbone, input_ids, ratio=ratio)[-1][0].float().mean(dim=0)
+        return attention / attention.sum(dim=1, keepdim=True)
+    chunks, chunk_ratio = one_chunk(backbone, input_ids, None, ratio)
     num_tokens = input_ids.shape[1]
     if kind == KEPT:
         heads = torch.cat([places.flatten(0, 1) for places in backbone.kept_tokens(chunks, chunk_ratio)])
@@ -107,11 +219,7 @@ def _weights(backbone: Any, kind: str, input_ids: Tensor, ratio: int | None) -> 
 
 
 def can_reconstruct(config: Any) -> bool:
-    """Whether a checkpoint may have learned to write a document back from its slots: one that nothing trained cannot.
-
-    Args:
-        config: a compressor's configuration.
-    """
+    """Return True for a checkpoint that may have learned to write a document back from its slots."""
     return config.is_trained and not config.opens_context and not config.is_encoder_decoder
 
 
@@ -143,7 +251,7 @@ def reconstruction(
         model: a compressor that reconstructs, see `can_reconstruct`.
         tokenizer: the tokenizer saved with it.
         ids: token ids of the text alone, of the decoder's tokenizer.
-        memory: what the text was compressed to, one row; `None` for what the tokens before tell alone.
+        memory: what the text was compressed to, one row; `None` to read only the tokens before.
 
     Raises:
         ValueError: a text without tokens, or a checkpoint that cannot reconstruct.

@@ -7,11 +7,7 @@ from context_compressors import cli
 
 _FILES = {
     "evaluate": ["/nope", "--data", "generated", "--output"],
-    "evaluate-needles": ["/nope", "--text", "generated", "--lengths", "16", "--output"],
-    "evaluate-retrieval": ["/nope", "/nope", "--output"],
     "compare": ["/nope", "--output"],
-    "curves": ["/nope", "--output"],
-    "attention": ["/nope", "--document", "/nope", "--output"],
 }
 _ANSWERS = {name: [*_FILES[name][:-1], "--keep-answers"] for name in _FILES if name.startswith("evaluate")}
 
@@ -30,14 +26,6 @@ def test_a_file_that_is_there_is_kept_and_a_folder_is_none(tmp_path, capsys, com
     assert cli.main([command, *arguments, str(file), "--overwrite"]) == 1
     assert "nope" in capsys.readouterr().err
     assert file.read_text() == "mine"
-
-
-def test_pictures_of_an_analysis_are_kept(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("Nora Lind keeps bees.")
-    (tmp_path / "slot_analysis.json").write_text("mine")
-    arguments = ["analyse", "/nope", "--document", str(tmp_path / "text.txt"), "--output", str(tmp_path)]
-    assert cli.main(arguments) == 1
-    assert "slot_analysis.json is there" in capsys.readouterr().err
 
 
 def test_a_compressor_is_not_fitted_over_another(tmp_path, capsys):

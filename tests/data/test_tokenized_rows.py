@@ -9,6 +9,7 @@ from context_compressors.data.prompts import TASKS
 from context_compressors.data.sources import DataSource
 from context_compressors.data.tokenized_rows import FileSource
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
+from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
@@ -36,7 +37,7 @@ def test_a_task_is_trained_and_evaluated_on_the_same_contexts(tokenizer, folder,
     limits = {"min_context_tokens": 100, "max_context_tokens": 100, "max_target_tokens": 101}
     source = {"path": "rows.jsonl", "tasks": tasks}
     dataset = CompressionDataset(DataArguments(sources=[source], data_dir=folder, **limits), tokenizer, 80)
-    builder = SampleBuilder(tokenizer, None, {}, 100, 1)
+    builder = SampleBuilder(tokenizer, EvaluationSettings(context_tokens=100, continuation_tokens=1))
     found = {task: set() for task in tasks}
     for example in map(dataset.__getitem__, range(80)):
         words = example["context_ids"] + (example["target_ids"][:-1] if example["task"] == "continuation" else [])

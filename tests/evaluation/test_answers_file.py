@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of answers."""
 
-import math
-
 import pytest
 from naive_twin import QA, answers_of
 
-from context_compressors.evaluation.answers_file import AnswersFile, read_answers, write_answers
+from context_compressors.evaluation.answers_file import AnswersFile, read_answers
 from context_compressors.evaluation.report import EvaluationReport
 
 
@@ -33,14 +31,3 @@ def test_answers_are_appended_and_read_back(tmp_path):
     for read in (lambda: AnswersFile(path, {("squad", QA)}), lambda: read_answers(path)):
         with pytest.raises(ValueError, match="is no file of answers"):
             read()
-
-
-def test_scores_that_are_no_finite_numbers_are_read_back(tmp_path):
-    path = tmp_path / "answers.jsonl"
-    write_answers(answers_of([math.nan, math.inf, 2.0]), path)
-    undefined, infinite, plain = (sample.scores["ratio=4"]["f1"] for sample in read_answers(path))
-    assert math.isnan(undefined)
-    assert (infinite, plain) == (math.inf, 2.0)
-    path.write_text(path.read_text().replace('{"ratio=4": {"f1": 2.0}}', "[2.0]"))
-    with pytest.raises(ValueError, match=r"answers\.jsonl is no file of answers"):
-        read_answers(path)

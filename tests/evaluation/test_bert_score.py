@@ -13,8 +13,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
-    T5Config,
-    T5Model,
 )
 
 from context_compressors.evaluation.bert_score import BertScorer
@@ -90,20 +88,6 @@ def test_longer_texts_are_cut_and_counted(folder: str, caplog: pytest.LogCapture
         score = scorer.score(["red " * 30], [["red " * 10]])
     assert score == pytest.approx(100, abs=1e-3)
     assert "1 of 2 texts cut to 12 tokens" in caplog.text
-
-
-def test_what_is_no_scorer_is_refused(folder: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"no folder 'roberta-large' with a scorer model.*nothing is downloaded"):
-        BertScorer("roberta-large")
-    with pytest.raises(ValueError, match="holds no scorer model with a tokenizer"):
-        BertScorer(str(tmp_path))
-    with pytest.raises(ValueError, match="layer of the scorer model must be 0 to 2, got 3"):
-        BertScorer(folder, 3)
-    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-    T5Model(T5Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="holds no encoder with a padding token"):
-        BertScorer(str(tmp_path))
 
 
 def test_an_evaluation_scores_what_is_written(folder: str, tokenizer: PreTrainedTokenizerFast):

@@ -1,27 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contexts are as long as the encoder can read: what is beyond is cut, or refused before anything is scored."""
 
-import copy
-
 import pytest
 import torch
-from naive_twin import CONTINUATION, QA, RECONSTRUCTION, make_base, make_tokenizer, run
-from tokenizers import normalizers, processors
+from naive_twin import QA, RECONSTRUCTION, make_base, make_tokenizer, run
+from tokenizers import processors
 
 from context_compressors import (
     CompressionTokensForCausalLM,
     ComprExITForCausalLM,
-    DeCALConfig,
-    DeCALForConditionalGeneration,
     FiveHundredXForCausalLM,
     GMSAForCausalLM,
     ICAEForCausalLM,
     MeanPoolingForCausalLM,
     TCPAutoencoderForCausalLM,
 )
-from context_compressors.evaluation.context_limits import context_limit
+from context_compressors.evaluation.evaluate import _max_context_tokens as most_tokens
 from context_compressors.evaluation.report_tables import report_markdown
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
+from context_compressors.evaluation.settings import EvaluationSettings
 
 POSITIONS = 256
 LONG = {"context": "0123456789" * 60, "question": "?", "answers": ["1"]}
@@ -45,24 +42,9 @@ def bos_tokenizer():
     return tokenizer
 
 
-@pytest.fixture
-def scored(monkeypatch):
-    """Contexts that were compressed, by number of tokens."""
-    lengths = []
-    for method in (CompressionTokensForCausalLM, MeanPoolingForCausalLM, GMSAForCausalLM):
-        compress = method.compress
-
-        def noted(self, input_ids, attention_mask, compress=compress, **kwargs):
-            lengths.append(int(attention_mask.sum(dim=1).max()))
-            return compress(self, input_ids, attention_mask, **kwargs)
-
-        monkeypatch.setattr(method, "compress", noted)
-    return lengths
-
-
 def test_contexts_beyond_the_limit_are_left_out_before_samples_are_drawn_and_counted(base, tokenizer):
     # A letter is a token. LongBench-E, as mean pooling's Table 2 has it:
-    builder = SampleBuilder(tokenizer, None, {QA: 32}, 256, 64, most_tokens=8192)
+    builder = SampleBuilder(tokenizer, EvaluationSettings(max_context_tokens=8192, leave_out_long=True))
     longest = [{"context": "a" * number, "question": "?", "answers": ["1"]} for number in (8192, 8193)]
     (kept,) = builder.build(EvaluationDataset("qasper_e", longest), QA)
     assert (len(kept.context_ids), builder.left_out) == (8192, {f"qasper_e, {QA}": 1})
@@ -80,7 +62,7 @@ def test_contexts_beyond_the_limit_are_left_out_before_samples_are_drawn_and_cou
     assert (len(ids), {name.partition("/")[0] for name in ids}) == (6, {"fits", "exact"})
     assert {(row.num_samples, row.num_truncated) for row in report.rows} == {(6, 0)}
     assert f"Left out, with contexts of more than 50 tokens: 4 of tiny, {QA}." in report_markdown(report)
-    with pytest.raises(ValueError, match="has no context of 47 tokens or less"):
+    with pytest.raises(ValueError, match=r"nothing to score for .* all rows are contexts of more than 47 tokens"):
         run(model, tokenizer, rows, leave_out_long=True, **{**how, "max_context_tokens": 47})
     with pytest.raises(ValueError, match="leave_out_long leaves out what is longer than max_context_tokens"):
         run(model, tokenizer, rows, leave_out_long=True, **{**how, "max_context_tokens": None})
@@ -94,20 +76,14 @@ def test_contexts_beyond_the_limit_are_left_out_before_samples_are_drawn_and_cou
         (MeanPoolingForCausalLM, {}, 2, 256),
         (MeanPoolingForCausalLM, {"position_layout": "uniform"}, 2, 255),
         (MeanPoolingForCausalLM, {"chunk_size": 40}, 2, None),
-        (MeanPoolingForCausalLM, {"chunk_size": 300}, 2, 256),
         (MeanPoolingForCausalLM, {"chunk_size": 40, "position_layout": "enhanced"}, 2, 255),
         (MeanPoolingForCausalLM, {"encoder_type": "embeddings"}, 2, None),
         (ComprExITForCausalLM, {}, 2, 256),
         # n + ceil(n / r) positions.
         (CompressionTokensForCausalLM, {}, 2, 170),
         (CompressionTokensForCausalLM, {}, 4, 204),
-        (CompressionTokensForCausalLM, {"token_attention": "bidirectional"}, 2, 170),
         (CompressionTokensForCausalLM, {"position_layout": "uniform"}, 2, 255),
-        (CompressionTokensForCausalLM, {"chunk_size": 170}, 2, None),
-        (CompressionTokensForCausalLM, {"chunk_size": 172}, 2, 170),
-        (CompressionTokensForCausalLM, {"chunk_size": 40, "position_layout": "uniform"}, 2, 255),
         (ICAEForCausalLM, {"chunk_size": 40}, 2, None),
-        (ICAEForCausalLM, {"chunk_size": 200}, 4, None),
         (ICAEForCausalLM, {"chunk_size": 200}, 2, 170),
         (ICAEForCausalLM, {"chunk_size": 200, "memory_tokens": "fixed"}, 2, 156),
         # Of 10 memory tokens, each for one token.
@@ -130,46 +106,18 @@ def test_the_encoder_reads_as_much_as_it_is_said_to_and_no_more(base, method, fi
         model.compress(ids[:, : expected + 1], ratio=ratio, allow_untrained_ratio=True)
 
 
-def test_relative_positions_have_no_end():
-    model = DeCALForConditionalGeneration(DeCALConfig(decoder_config=TINY_T5, compression_ratios=[2]))
-    assert model.config.max_context_tokens(2) is None
-
-
 def test_start_tokens_and_the_lowest_ratio_count(base, tokenizer, bos_tokenizer):
+    def limit(model, tokenizer, ratios):
+        return most_tokens(model, tokenizer, ratios, EvaluationSettings())
+
     model = CompressionTokensForCausalLM.from_base(str(base), compression_ratios=[2, 4])
-    assert context_limit(model, tokenizer, [4, 2]) == 170
-    assert context_limit(model, bos_tokenizer, [4, 2]) == 169
-    assert context_limit(model, bos_tokenizer, [4]) == 203
-    fixed = ICAEForCausalLM.from_base(str(base), compression_ratios=[2], chunk_size=255, memory_tokens="fixed")
-    assert context_limit(fixed, bos_tokenizer, [2]) == 127
+    assert limit(model, tokenizer, [4, 2]) == 170
+    assert limit(model, bos_tokenizer, [4, 2]) == 169
+    assert limit(model, bos_tokenizer, [4]) == 203
+    assert most_tokens(model, tokenizer, [4], EvaluationSettings(max_context_tokens=9)) == 9
+    short = ICAEForCausalLM.from_base(str(base), compression_ratios=[40], chunk_size=40)
     with pytest.raises(ValueError, match="the encoder reads contexts of 1 tokens at most at ratio 1, of which 1 are"):
-        context_limit(ICAEForCausalLM.from_base(str(base), compression_ratios=[40], chunk_size=40), bos_tokenizer, [1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "fields", "longest"),
-    [
-        (CompressionTokensForCausalLM, {}, 170),
-        (CompressionTokensForCausalLM, {"chunk_size": 200}, 170),
-        (CompressionTokensForCausalLM, {"chunk_size": 100}, 602),
-        (MeanPoolingForCausalLM, {}, POSITIONS),
-    ],
-)
-def test_contexts_are_cut_to_what_the_encoder_reads_and_counted(base, bos_tokenizer, scored, method, fields, longest):
-    model = method.from_base(str(base), compression_ratios=[4, 2], **fields)
-    # The decoder's positions are no limit here.
-    model.config.encoder_config = copy.deepcopy(model.config.decoder_config)
-    model.config.decoder_config.max_position_embeddings = 1400
-    long = {**LONG, "context": LONG["context"] + "X"}
-    options = {"tasks": (QA, RECONSTRUCTION, CONTINUATION), "context_tokens": 600}
-    report = run(model, bos_tokenizer, [long, {**LONG, "context": "short"}], truncate_context=True, **options)
-    assert max(scored) == longest
-    is_cut = longest < 600
-    assert {row.num_truncated for row in report.rows if row.task == QA} == {int(is_cut)}
-    if is_cut:
-        with pytest.raises(ValueError, match=f"leave {longest - 1} tokens for the context; allow truncation"):
-            run(model, bos_tokenizer, [long], **options)
+        limit(short, bos_tokenizer, [1])
 
 
 def test_contexts_that_nothing_reads_in_words_may_be_longer_than_the_decoders_positions(base, tokenizer):
@@ -183,26 +131,3 @@ def test_contexts_that_nothing_reads_in_words_may_be_longer_than_the_decoders_po
     for rows, given in (([LONG], {}), ([{**LONG, "context": "a" * 1200}], {"ratios_only": True})):
         with pytest.raises(ValueError, match=r"a context of \d+ tokens with its prompt and target does not fit"):
             run(model, tokenizer, rows, **given, **options)
-
-
-def test_an_encoder_with_a_tokenizer_of_its_own_is_asked_before_anything_is_scored(base, tokenizer, scored, caplog):
-    model = GMSAForCausalLM.from_base(str(base), compression_ratios=[2], encoder_layers=1)
-    model.config.encoder_config.max_position_embeddings = 40
-    model.encoder_tokenizer = make_tokenizer()
-    # Three tokens for every "e", which is one of the decoder's.
-    model.encoder_tokenizer.backend_tokenizer.normalizer = normalizers.Replace("e", "abc")
-    rows = [{**LONG, "context": "." * 30}, {**LONG, "context": "e" * 14}]
-    message = r"'tiny', question_answering: a context of 14 tokens has 42 .* reads 40 at ratio 2; allow truncation"
-    with pytest.raises(ValueError, match=message):
-        run(model, tokenizer, rows, tasks=(QA,))
-    with pytest.raises(ValueError, match=r"a context of 44 tokens has 72 .*; shorten its prefix"):
-        run(model, tokenizer, rows, tasks=(QA,), truncate_context=True, context_prefix="e" * 14)
-    assert scored == []
-    report = run(model, tokenizer, rows, tasks=(QA,), truncate_context=True)
-    assert max(scored) == 39
-    assert report.rows[-1].num_truncated == 1
-    assert "1 contexts cut to what the encoder reads" in caplog.text
-    del scored[:]
-    run(model, tokenizer, rows, tasks=(QA,), truncate_context=True, max_context_tokens=12)
-    assert max(scored) == 36
-    run(model, tokenizer, rows, tasks=(QA,), bounds_only=True)

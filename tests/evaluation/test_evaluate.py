@@ -24,15 +24,14 @@ from tqdm.auto import tqdm
 from transformers import LlamaForCausalLM
 
 from context_compressors.data.task_tokens import add_task_tokens, task_start_ids
-from context_compressors.evaluation.data_sets import EvaluationDataset
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.metrics import squad_scores
 from context_compressors.evaluation.paired import paired_difference
 from context_compressors.evaluation.report_tables import report_markdown
+from context_compressors.evaluation.results import Tally
+from context_compressors.evaluation.samples import EvaluationDataset, Sample
 from context_compressors.evaluation.settings import EvaluationSettings
-from context_compressors.evaluation.tallies import Tally
 from context_compressors.modeling.memory.key_value_memory import position_bytes
-from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 from context_compressors.modeling.parts.text_ids import text_tokenizer
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 
@@ -78,7 +77,7 @@ def test_continuation_equals_the_naive_twin(model, tokenizer):
 
 
 def test_summaries_have_rouge_by_sentence_beside_the_others():
-    tally = Tally(predictions=["The dog barked. A cat sat."], references=[["A cat sat. The dog barked."]])
+    tally = Tally([Sample([], [], [], ["A cat sat. The dog barked."])], predictions={0: "The dog barked. A cat sat."})
     scores = {name: statistic.score() for name, statistic in tally.statistics("summarisation").items()}
     assert set(scores) == {"rouge1", "rouge2", "rougeL", "rougeLsum"}
     assert (scores["rougeL"], scores["rougeLsum"]) == (pytest.approx(50.0), pytest.approx(100.0))
@@ -144,24 +143,6 @@ def test_zero_shot_is_the_base_with_the_adapters_off(model, tokenizer, folders):
     assert abs(own / report.score("tiny", RECONSTRUCTION, "zero_shot_no_context", "perplexity") - 1) > 1e-3
 
 
-@pytest.mark.parametrize("fields", [{"zero_shot": True}, {"alternatives": ("self_information",)}])
-def test_a_base_whose_own_weights_trained_is_no_zero_shot(folders, tokenizer, fields):
-    stage = {"encoder_layers": 1, "training_stage": "keft", "compression_ratios": (2,)}
-    tuned = GMSAForCausalLM.from_base(str(folders / "base"), **stage)
-    with pytest.raises(ValueError, match=r"trained weights of the base itself, such as .*q_proj.*--teacher BASE"):
-        run(tuned, tokenizer, tasks=(QA,), **fields)
-
-
-@pytest.mark.slow
-def test_reconstruction_bleu_is_there_when_asked_for(model, tokenizer):
-    assert run(model, tokenizer, tasks=(RECONSTRUCTION,)).metric_names(RECONSTRUCTION) == [
-        "token_accuracy",
-        "perplexity",
-    ]
-    report = run(model, tokenizer, tasks=(RECONSTRUCTION,), reconstruction_bleu=True)
-    assert 0 <= report.score("tiny", RECONSTRUCTION, "ratio=2", "bleu") <= 100
-
-
 @torch.no_grad()
 def naive_recovered_perplexity(model, tokenizer, condition, rows):
     """Perplexity of what the model writes by itself, token after token, EOS included where it wrote one."""
@@ -193,17 +174,6 @@ def test_restoration_scores_are_of_what_the_model_writes(model, tokenizer, condi
         limit = len(row["context"])
         (answer,) = naive_answers(model, tokenizer, condition, [row], limit, "\nRepeat the text above:")
         assert sample.answers[condition] == answer
-
-
-@pytest.mark.slow
-def test_restoration_scores_are_the_same_in_batches_of_any_size(model, tokenizer, monkeypatch):
-    # It writes until it is stopped.
-    monkeypatch.setattr(model.generation_config, "suppress_tokens", [tokenizer.eos_token_id])
-    rows = [{"context": text} for text in ("A ferry leaves Bern at noon, and another one at six.", "7 pens", "Ada")]
-    options = {"tasks": (RECONSTRUCTION,), "reconstruction_bleu": True}
-    one, all_at_once = (run(model, tokenizer, rows, batch_size=size, **options) for size in (1, 3))
-    for alone, together in zip(one.rows, all_at_once.rows, strict=True):
-        assert together.metrics == pytest.approx(alone.metrics, rel=1e-4), alone.condition
 
 
 @pytest.mark.slow
@@ -261,16 +231,6 @@ def test_a_text_that_says_a_task_token_is_only_a_text(token_model):
     assert report.score("tiny", RECONSTRUCTION, "ratio=2", "perplexity") == pytest.approx(expected["perplexity"], 1e-4)
 
 
-def test_bounds_alone_are_the_bounds(model, tokenizer):
-    report = run(model, tokenizer, tasks=(RECONSTRUCTION,), bounds_only=True)
-    assert report.conditions(RECONSTRUCTION) == ["no_context", "full_context"]
-    assert report.settings["ratios"] == []
-    whole = run(model, tokenizer, tasks=(RECONSTRUCTION,))
-    for row in report.rows:
-        expected = whole.score("tiny", RECONSTRUCTION, row.condition, "perplexity")
-        assert row.metrics["perplexity"] == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("mode", ["no_context", "full_context"])
 def test_bounds_whose_task_tokens_were_trained_read_what_training_reads(token_model, mode):
     tokenizer = make_tokenizer()
@@ -311,15 +271,6 @@ def test_learned_tokens_of_a_prefix_reach_the_full_context_and_documents_have_no
             run(token_model, tokenizer, rows, **options, **more)
     with pytest.raises(ValueError, match=message):
         run(token_model, tokenizer, rows, make_base(tokenizer, 1).eval(), **options, bounds_only=True)
-
-
-def test_model_is_left_in_the_mode_it_was_in(model, tokenizer):
-    try:
-        model.train()
-        run(model, tokenizer, tasks=(RECONSTRUCTION,))
-        assert model.training
-    finally:
-        model.eval()
 
 
 @pytest.mark.slow
@@ -431,22 +382,11 @@ def test_every_score_has_an_interval_over_documents_and_retention_one_of_its_own
         assert row.intervals["retention"] == pytest.approx(tuple(expected), nan_ok=True)
 
 
-def test_one_document_has_no_interval(model, tokenizer):
-    report = run(model, tokenizer, ROWS[:1], tasks=(RECONSTRUCTION,))
-    assert all(math.isnan(end) for row in report.rows for ends in row.intervals.values() for end in ends)
-
-
 @pytest.mark.slow
-def test_rows_say_what_kinds_of_answers_score_and_how_slots_compare_with_as_much_text(model, tokenizer):
+def test_rows_say_how_slots_compare_with_as_much_text(model, tokenizer):
     rows = [*ROWS, {**ROWS[0], "question": "Where?", "answers": ["Rome"]}]
     report = run(model, tokenizer, rows, tasks=(QA,), alternatives=("cut", "bm25"), num_resamples=200)
     for row in report.rows:
-        samples = [sample.scores[row.condition]["f1"] for sample in report.answers]
-        sizes = {kind: (found["num_samples"], found["num_documents"]) for kind, found in row.by_kind.items()}
-        assert sizes == {"number": (1, 1), "name": (2, 1), "phrase": (1, 1)}
-        # Each kind is asked of one document alone, of which nothing can be told.
-        assert all(math.isnan(end) for found in row.by_kind.values() for end in found["interval"])
-        assert row.by_kind["name"]["f1"] == pytest.approx((samples[0] + samples[3]) / 2)
         assert set(row.seconds) == ({"compress", "answer"} if row.condition[:5] == "ratio" else {"answer"})
         assert all(seconds > 0 for seconds in row.seconds.values())
         if row.condition[:5] != "ratio":
@@ -459,45 +399,5 @@ def test_rows_say_what_kinds_of_answers_score_and_how_slots_compare_with_as_much
             assert found["difference"] == pytest.approx(expected.difference)
             assert found["interval"] == pytest.approx(expected.interval)
     text = report_markdown(report)
-    assert "f1 by kind of answer" in text
-    assert "f1: slots less text at the same number of positions, on the same questions" in text
-    assert "cannot be told" in text
-
-
-@pytest.mark.slow
-def test_everything_is_written_as_the_generation_configuration_says(model, tokenizer, monkeypatch):
-    report = run(model, tokenizer, tasks=(QA,), ratios=(4,), ratios_only=True, generation={"num_beams": 3})
-    assert report.settings["generation"]["num_beams"] == 3
-    for row, sample in zip(ROWS, report.answers, strict=True):
-        extra, text = naive_inputs(
-            model, tokenizer, "ratio=4", row["context"], f"\nQuestion: {row['question']}\nAnswer:"
-        )
-        ids = model.generate(torch.tensor([text]), **extra, num_beams=3, do_sample=False, max_new_tokens=6)
-        assert sample.answers["ratio=4"] == tokenizer.decode(ids[0, len(text) :], skip_special_tokens=True).strip()
-    sampled = [
-        run(model, tokenizer, tasks=(QA,), ratios=(4,), generation={"do_sample": True, "temperature": 2.0}, seed=seed)
-        for seed in (0, 0, 1)
-    ]
-    texts = [[sample.answers for sample in report.answers] for report in sampled]
-    assert texts[0] == texts[1] != texts[2]
-    monkeypatch.setattr(model.generation_config, "repetition_penalty", 1.5)
-    assert run(model, tokenizer, tasks=(QA,)).settings["generation"]["repetition_penalty"] == 1.5
-    for fields, message in (
-        ({"num_beam": 3}, "num_beam.*did you mean 'num_beams'"),
-        ({"max_new_tokens": 3}, "the evaluation decides max_new_tokens itself"),
-        ({"early_stopping": "soon"}, "early_stopping"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run(model, tokenizer, tasks=(QA,), generation=fields)
-
-
-def test_ratios_alone_are_the_ratios(model, tokenizer):
-    report = run(model, tokenizer, tasks=(RECONSTRUCTION,), ratios_only=True)
-    assert report.conditions(RECONSTRUCTION) == ["ratio=2", "ratio=4"]
-    whole = run(model, tokenizer, tasks=(RECONSTRUCTION,))
-    for row in report.rows:
-        assert row.metrics == pytest.approx(
-            {name: whole.score("tiny", RECONSTRUCTION, row.condition, name) for name in row.metrics}
-        )
-        assert row.retention is None
-    assert "| ratio=4" in report_markdown(report)
+    assert "Slots less text at the same number of positions, on the same questions" in text
+    assert "inconclusive" in text

@@ -2,9 +2,6 @@
 """The command of the evaluation: what it writes, draws and refuses."""
 
 import json
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -13,11 +10,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from context_compressors import cli
-from context_compressors.cli import evaluate as evaluate_command
-from context_compressors.cli.evaluate import generation_from_arguments, max_new_tokens_from_arguments
+from context_compressors.cli.evaluate import max_new_tokens_from_arguments
 from context_compressors.evaluation.evaluate import model_label
 from context_compressors.evaluation.report import EvaluationReport
-from context_compressors.evaluation.scoring import generation_fields
 
 
 def main(argv):
@@ -80,7 +75,7 @@ def test_command_reports_wrong_values_without_a_traceback(folders, tmp_path, cap
     assert main([model, "--data", "generated", "--ratios", "3"]) == 1
     assert "not trained for the ratios [3]" in capsys.readouterr().err
     assert main([model, "--data", "generated", "--bounds-only", "--plots", str(tmp_path)]) == 1
-    assert "--plots draws quality by ratio, of which --bounds-only leaves none" in capsys.readouterr().err
+    assert "--plots draws quality by ratio, and nothing is compressed here" in capsys.readouterr().err
 
 
 def test_command_scores_a_plain_language_model(folders, tmp_path, capsys):
@@ -92,13 +87,13 @@ def test_command_scores_a_plain_language_model(folders, tmp_path, capsys):
     assert main([*argv, "--ratios", "4"]) == 1
     assert "plain language model, scored without context and with full context only" in capsys.readouterr().err
     assert main([*argv, "--plots", str(tmp_path)]) == 1
-    assert "--plots draws quality by ratio, and teacher is a plain language model" in capsys.readouterr().err
+    assert "--plots draws quality by ratio, and nothing is compressed here" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_merged_adapters_answer_as_those_beside_the_weights(folders, qa_file, tmp_path, capsys):
     argv = [str(folders / "tiny-compressor"), "--data-dir", str(tmp_path), "--data", "qa_rows.parquet", "--tasks", QA]
-    argv += ["--max-new-tokens", "3", "--num-resamples", "50", "--device", "cpu", "--alternatives", "cut"]
+    argv += ["--max-new-tokens", "3", "--device", "cpu", "--alternatives", "cut"]
     answers, sizes = [], set()
     for given in ([], ["--merge-adapters"]):
         files = ["--keep-answers", str(tmp_path / "answers.jsonl"), "--output", str(tmp_path / "report.json")]
@@ -121,7 +116,7 @@ def test_command_keeps_answers_and_goes_on_with_its_report(folders, qa_file, tmp
     output, answers = tmp_path / "results.json", tmp_path / "kept" / "answers.jsonl"
     argv = [str(folders / "tiny-compressor"), "--data-dir", str(tmp_path), "--tasks", QA, "--ratios", "4"]
     argv += ["--alternatives", "cut", "bm25", "--max-new-tokens", "3", "--device", "cpu", "--resume"]
-    argv += ["--num-resamples", "50", "--output", str(output), "--keep-answers", str(answers)]
+    argv += ["--output", str(output), "--keep-answers", str(answers)]
     assert main([*argv, "--data", "a=qa_rows.parquet#2"]) == 0
     first = answers.read_text()
     lines = [json.loads(line) for line in first.splitlines()]
@@ -146,8 +141,6 @@ def test_command_keeps_answers_and_goes_on_with_its_report(folders, qa_file, tmp
     content = json.loads(output.read_text())
     assert content["rows"][:5] == json.loads(before)["rows"]
     assert len(content["rows"]) == 10
-    # The first set's resamples are gone.
-    assert content["averages"][QA]["intervals_from"] == "intervals of the data sets"
     assert "is done" not in capsys.readouterr().out
     before = output.read_text()
     assert main(more) == 0
@@ -160,47 +153,11 @@ def test_command_keeps_answers_and_goes_on_with_its_report(folders, qa_file, tmp
     assert main(more) == 1
     assert "does not have the answers of [('a', 'question_answering'), ('b'" in capsys.readouterr().err
     # What was scored here chose the checkpoint, say: it is not scored again.
-    fresh = [*argv[:-7], "--data", "a=qa_rows.parquet#2"]
+    fresh = [*argv[:-5], "--data", "a=qa_rows.parquet#2"]
     assert main([*fresh, "--chosen-by", str(output)]) == 1
     assert "2 of 2 documents of 'a' chose tiny-compressor, by results.json (samples" in capsys.readouterr().err
     assert main([argv[0], "--data", "generated", "--resume"]) == 1
     assert "--resume goes on with what is in --output: name it" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_killed_evaluation_goes_on_with_the_samples_that_are_left(folders, tmp_path):
-    rows = [{**ROWS[number % 3], "question": f"{number}?", "id": str(number)} for number in range(120)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    argv = [str(folders / "tiny-compressor"), "--data", str(tmp_path / "rows.jsonl"), "--tasks", QA]
-    argv += ["--max-new-tokens", "3", "--device", "cpu", "--batch-size", "4", "--num-resamples", "50", "--resume"]
-
-    def outputs(name):
-        return [
-            "--output",
-            str(tmp_path / name / "out.json"),
-            "--keep-answers",
-            str(tmp_path / name / "answers.jsonl"),
-        ]
-
-    command = [sys.executable, "-m", "context_compressors.cli", "evaluate", *argv, *outputs("killed")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    progress = tmp_path / "killed" / "out.json.progress"
-    while process.poll() is None and not (progress.is_file() and progress.read_text().count("\n") > 10):
-        time.sleep(0.02)
-    process.kill()
-    process.wait()
-    kept = progress.read_text()
-    assert not (tmp_path / "killed" / "out.json").exists()
-    assert main([*argv, *outputs("killed")]) == 0
-    assert main([*argv, *outputs("whole")]) == 0
-    assert 10 < kept.count("\n") < 31
-    assert not progress.exists()
-    found, expected = (json.loads((tmp_path / name / "out.json").read_text()) for name in ("killed", "whole"))
-    for row in [*found["rows"], *expected["rows"]]:
-        del row["seconds"]
-    assert found == expected
-    answers, same = ((tmp_path / name / "answers.jsonl").read_text() for name in ("killed", "whole"))
-    assert answers == same
 
 
 def test_longest_answers_are_of_all_tasks_or_of_one():
@@ -218,37 +175,6 @@ def test_longest_answers_are_of_all_tasks_or_of_one():
             max_new_tokens_from_arguments([value])
 
 
-def test_generation_settings_come_from_files_and_fields(tmp_path):
-    (tmp_path / "generation_config.json").write_text('{"num_beams": 2, "top_p": 0.9, "eos_token_id": 1}')
-    values = ["do_sample=true", "top_p=0.5", "cache_implementation=static"]
-    found = generation_from_arguments([str(tmp_path), *values])
-    assert found.pop("eos_token_id") == 1
-    assert found == {"num_beams": 2, "do_sample": True, "top_p": 0.5, "cache_implementation": "static"}
-    assert generation_fields({"eos_token_id": 1, "num_beams": 2}) == {"num_beams": 2}
-    for wrong in ("nothing.json", "3=4"):
-        with pytest.raises(ValueError, match=r"takes KEY=VALUE or a JSON file with fields, got"):
-            generation_from_arguments([wrong])
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("num_beams=0", "num_beams must be a whole number of at least 1, got 0"),
-        ("num_beams=-1", "num_beams must be a whole number of at least 1, got -1"),
-        ("num_beams=1.5", r"num_beams must be a whole number of at least 1, got 1\.5"),
-        ("top_p=7", "top_p must be a number above 0 and at most 1, got 7"),
-        ("top_p=0", "top_p must be a number above 0 and at most 1, got 0"),
-        ("max_time=0", "max_time would make scores depend on the machine: leave it out .*, got 0"),
-    ],
-)
-def test_generation_settings_that_write_nothing_or_by_the_clock_are_refused(value, message):
-    with pytest.raises(ValueError, match=message):
-        generation_fields(generation_from_arguments([value]))
-    # What a file leaves open.
-    fields = {"num_beams": None, "top_p": 1.0, "max_time": None}
-    assert generation_fields(fields) == fields
-
-
 def test_ratios_alone_are_drawn_without_a_domain_gap_and_printed_first(
     folders, qa_file, tmp_path, capsys, monkeypatch
 ):
@@ -262,21 +188,22 @@ def test_ratios_alone_are_drawn_without_a_domain_gap_and_printed_first(
     def failing(*arguments):
         raise ValueError("no picture")
 
-    monkeypatch.setattr(evaluate_command, "write_plots", failing)
+    monkeypatch.setattr("context_compressors.evaluation.plots.write_plots", failing)
     assert main(argv) == 1
     assert "| ratio=4" in printed
     assert "| ratio=4" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_command_reads_the_full_text_with_an_adapter_of_peft(folders, qa_file, tmp_path, tokenizer):
+def test_command_reads_the_full_text_with_an_adapter_of_peft(folders, qa_file, tmp_path, tokenizer, capsys):
     base = LlamaForCausalLM.from_pretrained(folders / "base")
     torch.manual_seed(0)
     adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     adapted.save_pretrained(tmp_path / "reader")
     outputs = [tmp_path / f"{name}.json" for name in ("named", "given")]
     argv = [str(folders / "tiny-compressor"), "--data", str(qa_file), "--tasks", QA, "--max-new-tokens", "4"]
-    argv += ["--device", "cpu", "--teacher", str(tmp_path / "reader"), "--answer-perplexity"]
+    (tmp_path / "rare.yaml").write_text("answer_perplexity: true\nratios: [4]\n")
+    argv += ["--device", "cpu", "--teacher", str(tmp_path / "reader"), "--config", str(tmp_path / "rare.yaml")]
     assert main([*argv, "--output", str(outputs[0])]) == 0
     config = json.loads((tmp_path / "reader" / "adapter_config.json").read_text())
     (tmp_path / "reader" / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
@@ -286,6 +213,10 @@ def test_command_reads_the_full_text_with_an_adapter_of_peft(folders, qa_file, t
     expected = naive_scores(adapted.eval(), tokenizer, "full_context", triples, ends=True)["perplexity"]
     for output in outputs:
         report = EvaluationReport.load(output)
+        assert report.settings["ratios"] == [4]
         assert (report.bounds, report.settings["teacher"]) == ("teacher", "reader")
         # A file has four digits.
         assert report.score("qa_rows", QA, "full_context", "answer_perplexity") == pytest.approx(expected, rel=5e-4)
+    (tmp_path / "rare.yaml").write_text("answer_perplexities: true")
+    assert main(argv) == 1
+    assert "did you mean 'answer_perplexity'" in capsys.readouterr().err

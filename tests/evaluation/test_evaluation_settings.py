@@ -3,12 +3,12 @@
 
 import pytest
 import torch
-from naive_twin import QA, RECONSTRUCTION, ROWS, SUMMARISATION, make_base, naive_scores, run
+from naive_twin import QA, RECONSTRUCTION, ROWS, SUMMARISATION, naive_scores, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.evaluation.evaluate import evaluate_model
-from context_compressors.evaluation.held_out import add_record, check_held_out
+from context_compressors.evaluation.held_out import check_held_out
 from context_compressors.evaluation.report_tables import report_markdown
 from context_compressors.evaluation.samples import EvaluationDataset, Sample
 from context_compressors.evaluation.settings import EvaluationSettings
@@ -26,13 +26,6 @@ def test_a_plain_language_model_refuses_what_a_compressor_takes(teacher, tokeniz
         run(teacher, tokenizer, **options)
     with pytest.raises(ValueError, match="it takes no teacher"):
         run(teacher, tokenizer, teacher=teacher)
-
-
-def test_task_tokens_in_bounds_need_a_model_that_has_them(model, token_model, tokenizer):
-    message = "task_tokens_in_bounds .* is for a compressor with task tokens, without a teacher"
-    for teacher, reader in ((None, model), (make_base(tokenizer, 1), token_model), (None, make_base(tokenizer, 1))):
-        with pytest.raises(ValueError, match=message):
-            run(reader, tokenizer, teacher=teacher, tasks=(RECONSTRUCTION,), task_tokens_in_bounds=True)
 
 
 def test_prompts_can_be_named(model, token_model, tokenizer):
@@ -78,8 +71,6 @@ def test_wrong_inputs_are_refused(model, teacher, tokenizer):
         run(teacher.model, tokenizer)
     with pytest.raises(ValueError, match="no data set has the columns for"):
         run(model, tokenizer, [{"text": "text"}], tasks=(QA,))
-    with pytest.raises(ValueError, match="nothing to evaluate on"):
-        evaluate_model(model, tokenizer, [])
     with pytest.raises(ValueError, match=r"\['same'\] more than once"):
         evaluate_model(model, tokenizer, [EvaluationDataset("same", ROWS), EvaluationDataset("same", ROWS)])
     config = LlamaConfig(vocab_size=10, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
@@ -91,40 +82,21 @@ def test_wrong_inputs_are_refused(model, teacher, tokenizer):
     ("options", "message"),
     [
         ({"tasks": ("reconstrution",)}, "did you mean 'reconstruction'"),
-        ({"tasks": ()}, "tasks must be one or more"),
-        ({"ratios": (0,)}, "ratios must be"),
-        ({"ratios": (4, 4)}, "ratios must be"),
+        ({"tasks": ()}, "tasks must not be empty"),
+        ({"ratios": (0,)}, "ratios at least 1"),
+        ({"ratios": (4, 4)}, "ratios must be different ones"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"max_samples": 0}, "max_samples must be at least 1, got 0"),
-        ({"context_tokens": 0}, "context_tokens must be at least 1, got 0"),
-        ({"max_new_tokens": {}}, "max_new_tokens must be at least 1"),
-        ({"restoration_lengths": (1,)}, "restoration_lengths must be one or more different numbers of at least 2"),
-        ({"bert_score_layer": 3}, "bert_score_layer needs a bert_score_model, got layer 3"),
-        ({"max_context_tokens": 0}, "max_context_tokens must be at least 1, got 0"),
         ({"truncation_side": "lef"}, "did you mean 'left'"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be a finite number above 0, got 0.0"),
-        ({"repetition_penalty": float("nan")}, "repetition_penalty must be a finite number above 0, got nan"),
-        ({"num_resamples": 0}, "num_resamples must be at least 1, got 0"),
-        ({"seed": -1}, "seed must be a whole number from 0 on, got -1"),
         ({"ratios_only": True, "bounds_only": True}, "ratios_only leaves the ratios alone"),
         ({"ratios_only": True, "alternatives": ("cut",)}, "ratios_only leaves the ratios alone"),
         ({"memory_dtype": "int3"}, "memory_dtype"),
-        ({"bounds_only": True, "memory_dtype": "int4"}, "bounds_only compresses nothing: leave out the memory_dtype"),
-        ({"bounds_only": True, "ratios": (4,)}, r"bounds_only compresses nothing: leave out the ratios, got \(4,\)"),
+        ({"bounds_only": True, "ratios": (4,)}, "bounds_only compresses nothing: leave out ratios"),
     ],
 )
 def test_settings_refuse_impossible_values(options, message):
     with pytest.raises(ValueError, match=message):
         EvaluationSettings(**options)
-
-
-def test_records_of_one_name_are_all_kept():
-    records: dict[str, TrainingDocuments | None] = {}
-    for trained in ({"a"}, {"b"}, {"c"}):
-        add_record(records, "checkpoint-500", TrainingDocuments(trained=trained))
-    assert {name: record.trained for name, record in records.items()} == {
-        "checkpoint-500": {"a"}, "checkpoint-500 (2)": {"b"}, "checkpoint-500 (3)": {"c"},
-    }  # fmt: skip
 
 
 def test_documents_that_trained_or_chose_are_refused_by_name_or_named_in_the_report(model, tokenizer):

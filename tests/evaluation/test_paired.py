@@ -43,8 +43,8 @@ def test_a_paired_difference_is_that_of_the_same_samples_and_resamples_documents
 def test_nothing_is_called_better_whose_interval_holds_zero():
     assert verdict((0.1, 2.0)) == "better"
     assert verdict((-2.0, -0.1)) == "worse"
-    assert {verdict(ends) for ends in ((-0.1, 2.0), (0.0, 2.0), (-2.0, 0.0), (0.0, 0.0))} == {"cannot be told"}
-    assert verdict((float("nan"), float("nan"))) == "cannot be told"
+    assert {verdict(ends) for ends in ((-0.1, 2.0), (0.0, 2.0), (-2.0, 0.0), (0.0, 0.0))} == {"inconclusive"}
+    assert verdict((float("nan"), float("nan"))) == "inconclusive"
     assert [verdict(ends, "perplexity") for ends in ((0.1, 2.0), (-2.0, -0.1))] == ["worse", "better"]
 
 
@@ -59,7 +59,7 @@ def test_seeds_widen_the_interval_to_the_lowest_and_the_highest_of_them():
     assert several.difference == pytest.approx(one.difference)
     assert several.num_seeds == (3, 1)
     assert several.interval == pytest.approx((-6.0, 8.0), abs=0.3)
-    assert (one.verdict, several.verdict) == ("better", "cannot be told")
+    assert (one.verdict, several.verdict) == ("better", "inconclusive")
     # Of two conditions of the same runs, what a seed adds cancels.
     for run in runs:
         for sample in run:
@@ -81,7 +81,7 @@ def test_a_perplexity_is_compared_in_nats():
         sample.scores["ratio=4"] = {"perplexity": sample.scores["ratio=4"]["f1"], "bleu": 1.0}
     found = paired_difference(first, second, "perplexity", "ratio=4")
     assert found.difference == pytest.approx(0.0)
-    assert found.verdict == "cannot be told"
+    assert found.verdict == "inconclusive"
     with pytest.raises(ValueError, match="bleu is a score of a whole corpus"):
         paired_difference(first, second, "bleu", "ratio=4")
 
@@ -93,12 +93,10 @@ def test_other_samples_are_not_compared():
             paired_difference(one, other, "f1", "ratio=4")
     doubled = [*one, one[1]]
     for first, second in ((doubled, doubled), (one, [one, doubled])):
-        with pytest.raises(ValueError, match=r"different ones, got 1 of 'squad', .* more than once, such as '1'"):
+        with pytest.raises(ValueError, match=r"each once, got 2 and 3, and \('squad', .* not once in each"):
             paired_difference(first, second, "f1", "ratio=4")
     # Other windows of a text have its name.
-    with pytest.raises(
-        ValueError, match=r"the sample '0' with what it should be, \['another window'\], in one of them"
-    ):
+    with pytest.raises(ValueError, match=r"'another window'.* not once in each"):
         paired_difference(one, [replace(one[0], references=["another window"]), one[1]], "f1", "ratio=4")
     two = [*one, *answers_of([1.0], "nq")]
     with pytest.raises(ValueError, match="must be of one data set and task"):
@@ -117,11 +115,10 @@ def test_what_has_no_finite_score_is_not_compared(tmp_path, capsys):
             sample.scores["cut=4"] = {"perplexity": 4.0}
         (tmp_path / "a.jsonl").write_text("".join(f"{sample.to_json()}\n" for sample in samples))
         assert main(["compare", str(tmp_path / "a.jsonl")]) == 1
-        expected = (
-            "error: perplexity of the sample '1' of 'squad' under the condition 'ratio=4' must be finite to be "
-            f"compared, got {word}"
+        message = (
+            f"perplexity under the condition 'ratio=4' must be finite, got {word} of ('squad', 'continuation', '1'"
         )
-        assert expected in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_command_compares_conditions_and_systems(tmp_path, capsys):
@@ -144,11 +141,11 @@ def test_command_compares_conditions_and_systems(tmp_path, capsys):
         low, high = json.loads((tmp_path / "out.json").read_text())["differences"][0][interval]
         assert re.fullmatch(r"\d+\.\d\d \[(\S+), (\S+)\]", cell)
         assert tuple(map(float, re.findall(r"[\d.]+", cell)[1:])) == pytest.approx((low, high), abs=0.01)
-    assert "cannot be told" in shown[3]
+    assert "inconclusive" in shown[3]
     found = json.loads((tmp_path / "out.json").read_text())["differences"]
     assert [(row["conditions"], row["verdict"]) for row in found] == [
         (["ratio=4", "ratio=4"], "better"),
-        (["cut=4", "cut=4"], "cannot be told"),
+        (["cut=4", "cut=4"], "inconclusive"),
     ]
     assert main(["compare", b, "--conditions", "cut=4", "ratio=4"]) == 0
     assert "cut=4" in capsys.readouterr().out.splitlines()[2].split("|")[3]
@@ -157,10 +154,12 @@ def test_command_compares_conditions_and_systems(tmp_path, capsys):
     (tmp_path / "other" / "b.jsonl").write_text((tmp_path / "b.jsonl").read_text())
     for given, message in (
         ([b, "--conditions", "cut=4"], "there is nothing to compare"),
-        ([b, "--conditions", "ratio=16", "cut=4"], "no system has the conditions ['ratio=16']; there are ['cut=4', "),
-        ([b, str(tmp_path / "other" / "b.jsonl")], "would all be 'b': give NAME=FILE"),
-        ([f"b={tmp_path / 'other' / 'b.jsonl'}", b], "would all be 'b': give NAME=FILE"),
-        ([b, f"n={tmp_path / 'nq.jsonl'}"], "no data set is in all of "),
+        ([b, "--conditions", "ratio=16"], "there is nothing to compare; the files have the conditions ['cut=4', "),
+        ([b, str(tmp_path / "other" / "b.jsonl")], "two files would be 'b': give NAME=FILE"),
+        (
+            [b, f"n={tmp_path / 'nq.jsonl'}"],
+            "left out, since not all files have it: 'squad', question_answering; 'nq', ",
+        ),
     ):
         assert main(["compare", *given]) == 1
         assert message in capsys.readouterr().err
@@ -169,16 +168,11 @@ def test_command_compares_conditions_and_systems(tmp_path, capsys):
     texts = [replace(sample, task="reconstruction", scores=scores) for sample in answers_of([1.0, 2.0])]
     both = tmp_path / "both.jsonl"
     both.write_text((tmp_path / "b.jsonl").read_text() + "".join(f"{sample.to_json()}\n" for sample in texts))
-    for asked, reason in (
-        (["--conditions", "cut=4", "ratio=4"], "no system has the conditions ['cut=4']"),
-        (["--metric", "f1"], "there is no 'f1'; allowed: token_accuracy"),
-    ):
+    for asked in (["--conditions", "cut=4", "ratio=4"], ["--metric", "f1"]):
         assert main(["compare", str(both), *asked]) == 0
-        out, err = capsys.readouterr()
-        assert f"left out: 'squad', reconstruction: {reason}" in err
-        assert len(out.splitlines()) == 3
+        assert len(capsys.readouterr().out.splitlines()) == 3
     assert main(["compare", b, "--metric", "f3"]) == 1
-    assert "'squad', question_answering: there is no 'f3'; allowed: f1" in capsys.readouterr().err
+    assert "there is nothing to compare" in capsys.readouterr().err
     # What not every seed of every system has is left out, and said.
     more = tmp_path / "more.jsonl"
     more.write_text((tmp_path / "a0.jsonl").read_text() + (tmp_path / "nq.jsonl").read_text())
@@ -204,6 +198,6 @@ def test_a_single_document_has_a_difference_without_an_interval_and_perplexities
     out = tmp_path / "out.json"
     assert main(["compare", *(str(tmp_path / f"{name}.jsonl") for name in "ab"), "--output", str(out)]) == 0
     cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")]
-    assert (cells[2], cells[8:12]) == ("perplexity, nats a token", ["1.39", "0.69", "0.69", "cannot be told"])
+    assert (cells[2], cells[8:12]) == ("perplexity, nats a token", ["1.39", "0.69", "0.69", "inconclusive"])
     (found,) = json.loads(out.read_text())["differences"]
     assert (found["metric"], found["interval"]) == ("perplexity", [None, None])

@@ -2,6 +2,7 @@
 """Contexts of passages in an evaluation: compressed apart, read in words with blank lines between them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,14 +28,14 @@ def source(tmp_path):
 
 def test_an_evaluation_compresses_each_passage_alone(source, model, tokenizer):
     (data,) = load_datasets([source], tokenizer)
-    limits = {"question_answering": 4}
-    (sample,) = SampleBuilder(tokenizer, None, limits, 8, 8).build(data, "question_answering")
+    settings = EvaluationSettings(max_new_tokens={"question_answering": 4}, allow_untrained_ratio=True)
+    (sample,) = SampleBuilder(tokenizer, settings).build(data, "question_answering")
     assert tokenizer.decode(sample.context_ids) == "\n\n".join(PASSAGES)
     assert sample.passages == [encode(tokenizer, passage) for passage in PASSAGES]
-    cut = SampleBuilder(tokenizer, None, limits, 8, 8, truncate_context=True, max_context_tokens=9)
+    cut = SampleBuilder(tokenizer, replace(settings, truncate_context=True, max_context_tokens=9))
     (short,) = cut.build(data, "question_answering")
     assert short.passages == [sample.passages[0][:9]]
-    scorer = Scorer(model, tokenizer, [Condition("ratio=4", model, ratio=4)], tokenizer.bos_token_id)
+    scorer = Scorer(model, tokenizer, [Condition("ratio=4", model, ratio=4)], tokenizer.bos_token_id, settings)
     memory = scorer._compress([sample])[4]
     rows = [[*context_start_ids(tokenizer), *ids] for ids in sample.passages]
     alone = [model.compress(torch.tensor([row]), ratio=4).embeddings for row in rows]

@@ -18,7 +18,6 @@ from context_compressors.evaluation.retrieval import (
     encode_texts,
     evaluate_bm25,
     evaluate_retrieval,
-    judged_documents,
     ndcg,
     ranking_scores,
     recall,
@@ -145,9 +144,7 @@ def test_of_a_single_query_no_interval_is_told():
     found = ranking_scores(single)
     assert (found["ndcg_at_10"], found["recall_at_100"], found["queries"]) == (63.0, 100.0, 1)
     assert all(math.isnan(end) for name in single for end in found[f"{name}_interval"])
-    row = {"model": "BM25", "document_ratio": None, **found}
-    for interval in (found["ndcg_at_10_interval"], (None, None)):
-        assert "| 63.0    |" in retrieval_table([row | {"ndcg_at_10_interval": interval}])
+    assert "| 63.0    |" in retrieval_table([{"model": "BM25", "document_ratio": None, **found}])
 
 
 def test_what_shares_no_word_with_a_query_is_not_found_by_bm25(beir):
@@ -197,77 +194,11 @@ def saved(retriever, tokenizer, tmp_path):
     return tmp_path / "retriever"
 
 
-def test_what_is_reported_are_the_documents_that_answer(beir):
-    judged = JudgedQueries(RetrievalSource.from_folder(beir))
-    texts = dict(judged.documents())
-    queries, digest = judged_documents(judged)
-    assert queries == [
-        ("2020-01-00", (document_id(texts["000"]), document_id(texts["001"]))),
-        ("2020-01-05", (document_id(texts["005"]),)),
-    ]
-    assert judged_documents(judged) == (queries, digest)
-    with (beir / "corpus.jsonl").open("a") as file:
-        file.write(json.dumps({"_id": "9", "text": "One more."}) + "\n")
-    more, another = judged_documents(judged)
-    assert (more, another == digest) == (queries, False)
-
-
-def test_a_ranking_goes_on_with_the_ratios_that_are_left(saved, beir, tmp_path, capsys, monkeypatch):
-    output, ranked = tmp_path / "scores.json", []
-
-    def counted(model, tokenizer, judged, ratio, **options):
-        ranked.append(ratio)
-        if ratio == 4 and not may_end:
-            raise KeyboardInterrupt
-        return evaluate_retrieval(model, tokenizer, judged, ratio, **options)
-
-    monkeypatch.setattr(retrieval, "evaluate_retrieval", counted)
-    argv = ["evaluate-retrieval", str(saved), str(beir), "--device", "cpu", "--output", str(output)]
-    may_end = False
-    assert cli.main(argv) == 130
-    assert [row["document_ratio"] for row in json.loads(output.read_text())["rows"]] == [2]
-    may_end = True
-    assert cli.main([*argv, "--resume"]) == 0
-    assert ranked == [2, 4, 4]
-    assert "is done" not in capsys.readouterr().out
-    # More is added to what is there.
-    assert cli.main([*argv, "--resume", "--bm25"]) == 0
-    content = json.loads(output.read_text())
-    assert [row["document_ratio"] for row in content["rows"]] == [None, 2, 4]
-    assert ranked == [2, 4, 4]
-    capsys.readouterr()
-    before = output.read_text()
-    assert cli.main([*argv, "--resume", "--bm25"]) == 0
-    printed = capsys.readouterr().out
-    assert f"{output} is done: nothing was left to score" in printed
-    assert "| retriever | 4 " in printed
-    assert (output.read_text(), ranked) == (before, [2, 4, 4])
-    assert cli.main([*argv, "--bm25", "--overwrite"]) == 0
-    whole = json.loads(output.read_text())
-    assert whole["rows"] == content["rows"]
-    assert ranked == [2, 4, 4, 2, 4]
-
-    def refused(*more):
-        capsys.readouterr()
-        assert cli.main([*argv, "--resume", *more]) == 1
-        return capsys.readouterr().err
-
-    assert "is of another evaluation; it differs in batch_size" in refused("--batch-size", "3")
-    with (beir / "corpus.jsonl").open("a") as file:
-        file.write(json.dumps({"_id": "9", "text": "One more."}) + "\n")
-    assert "is of another evaluation; it differs in samples" in refused()
-    output.write_text('{"rows": []}')
-    assert "scores.json is not a result file of `evaluate-retrieval`" in refused()
-    assert cli.main([*argv[:-2], "--resume"]) == 1
-    assert "--resume goes on with what is in --output: name it" in capsys.readouterr().err
-
-
 def test_ratios_and_bm25_are_compared_query_by_query(saved, beir, tmp_path, capsys):
     output, kept = tmp_path / "scores.json", tmp_path / "kept" / "queries.jsonl"
-    argv = ["evaluate-retrieval", str(saved), str(beir), "--device", "cpu", "--output", str(output)]
-    argv += ["--keep-answers", str(kept)]
-    assert cli.main([*argv, "--bm25", "--ratios", "4"]) == 0
-    assert cli.main([*argv, "--ratios", "2", "--resume"]) == 0
+    argv = ["evaluate", str(saved), "--tasks", "retrieval", "--data", str(beir), "--device", "cpu"]
+    argv += ["--output", str(output), "--keep-answers", str(kept), "--alternatives", "bm25", "--ratios", "4", "2"]
+    assert cli.main(argv) == 0
     samples, rows = read_answers(kept), json.loads(output.read_text())["rows"]
     assert [(sample.id, sample.question, sample.references) for sample in samples] == [
         ("2020-01-00", "Where sleeps the otter?", ["000", "001"]),
@@ -280,15 +211,12 @@ def test_ratios_and_bm25_are_compared_query_by_query(saved, beir, tmp_path, caps
     capsys.readouterr()
     assert cli.main(["compare", str(kept), "--conditions", "bm25", "ratio=4"]) == 0
     assert "| animals, test | ndcg_at_10 | bm25  | ratio=4 | 2       | 2 " in capsys.readouterr().out
-    kept.write_text("".join(f"{sample.to_json()}\n" for sample in samples[:1]))
-    assert cli.main([*argv, "--resume"]) == 1
-    assert "queries.jsonl lacks scores of bm25, ratio=4, ratio=2, which are not ranked" in capsys.readouterr().err
 
 
 def test_documents_that_trained_a_retriever_answer_nothing_unless_that_is_said(saved, beir, tmp_path, capsys):
     output = tmp_path / "scores.json"
-    argv = ["evaluate-retrieval", str(saved), str(beir), "--device", "cpu", "--ratios", "2", "--output", str(output)]
-    argv += ["--overwrite"]
+    argv = ["evaluate", str(saved), "--tasks", "retrieval", "--data", str(beir), "--device", "cpu", "--ratios", "2"]
+    argv += ["--output", str(output), "--overwrite"]
     texts = dict(JudgedQueries(RetrievalSource.from_folder(beir)).documents())
     assert cli.main(argv) == 0
     assert "Whether retriever was trained on these documents is unknown" in capsys.readouterr().out
@@ -318,8 +246,8 @@ def test_documents_that_trained_a_retriever_answer_nothing_unless_that_is_said(s
 
 def test_the_command_ranks_a_folder_at_every_ratio(saved, beir, tmp_path, capsys):
     output = tmp_path / "scores.json"
-    argv = ["evaluate-retrieval", str(saved), str(beir), "--device", "cpu"]
-    assert cli.main([*argv, "--bm25", "--output", str(output)]) == 0
+    argv = ["evaluate", str(saved), "--tasks", "retrieval", "--device", "cpu", "--data"]
+    assert cli.main([*argv, str(beir), "--alternatives", "bm25", "--output", str(output)]) == 0
     content = json.loads(output.read_text())
     assert [(row["model"], row["document_ratio"]) for row in content["rows"]] == [
         ("BM25", None),
@@ -328,18 +256,7 @@ def test_the_command_ranks_a_folder_at_every_ratio(saved, beir, tmp_path, capsys
     ]
     assert content["settings"]["collection"] == "animals, test"
     assert "| retriever | 4 " in capsys.readouterr().out
-    assert cli.main([*argv, "--split", "tset"]) == 1
+    assert cli.main([*argv, f"{beir}@tset"]) == 1
     assert "did you mean 'test'" in capsys.readouterr().err
-    assert cli.main([*argv, "--ratios", "2", "4", "2"]) == 1
-    assert "ratios must be one or more different numbers of at least 1, got [2, 4, 2]" in capsys.readouterr().err
-
-
-def test_scores_of_a_single_query_are_written_and_gone_on_with(saved, beir, tmp_path, capsys):
-    (beir / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n2020-01-05\t005\t1\n")
-    output = tmp_path / "scores.json"
-    argv = ["evaluate-retrieval", str(saved), str(beir), "--device", "cpu", "--output", str(output)]
-    assert cli.main([*argv, "--ratios", "4"]) == 0
-    assert cli.main([*argv, "--ratios", "2", "--resume"]) == 0
-    rows = json.loads(output.read_text())["rows"]
-    assert [row["ndcg_at_10_interval"] for row in rows] == [[None, None]] * 2
-    assert "[" not in capsys.readouterr().out
+    assert cli.main([*argv, str(beir), str(beir)]) == 1
+    assert "--tasks retrieval ranks one folder, FOLDER[@SPLIT]" in capsys.readouterr().err

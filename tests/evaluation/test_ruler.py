@@ -10,9 +10,10 @@ from naive_twin import QA, encode
 
 from context_compressors.data.document_ids import document_id
 from context_compressors.evaluation.benchmark_metrics import benchmark_max_new_tokens, benchmark_metric
-from context_compressors.evaluation.data_sets import load_datasets
+from context_compressors.evaluation.data_sets import load_datasets, sources_of_task
 from context_compressors.evaluation.ruler import TASKS, ruler_examples
 from context_compressors.evaluation.samples import SampleBuilder
+from context_compressors.evaluation.settings import EvaluationSettings
 
 TEXTS = [" ".join(f"This is sentence {number} of text {text}." for number in range(200)) for text in range(4)]
 QUESTIONS = [
@@ -112,14 +113,14 @@ def test_tasks_are_sources_of_an_evaluation_and_refuse_what_they_lack(tokenizer,
         assert f"{row['answers'][0]}." in own
         taken = [one["context"] for one in rows if one["context"] in row["context"]]
         assert [own, *others] == sorted(taken, key=lambda text: text != own)
-    builder = SampleBuilder(tokenizer, None, {QA: 4}, 16, 4)
+    builder = SampleBuilder(tokenizer, EvaluationSettings(max_new_tokens={QA: 4}))
     for sample, row in zip(builder.build(asked, QA), asked.examples, strict=True):
         assert sample.source_ids == tuple(map(document_id, [*row["source_texts"], row["context"]]))
     # A single answer is as good as a list of one, and keeps the same documents out.
     (tmp_path / "single.jsonl").write_text("".join(json.dumps({**r, "answers": r["answers"][0]}) + "\n" for r in rows))
     (single,) = load_datasets(["{path: single.jsonl, kind: qa_1}"], tokenizer, **{**read, "document_tokens": 400})
     assert single.examples == asked.examples
-    with pytest.raises(ValueError, match="tokens is too long: all 9 words or documents of this task make"):
+    with pytest.raises(ValueError, match="tokens is too long: this task has 9 words or documents"):
         load_datasets(["{path: asked.jsonl, kind: qa_1}"], tokenizer, **{**read, "document_tokens": 900})
     with pytest.raises(ValueError, match=r"contexts_per_document of source .* joins contexts when training"):
         load_datasets([{"path": "asked.jsonl", "tasks": [QA], "contexts_per_document": 2}], tokenizer, **read)
@@ -132,3 +133,17 @@ def test_tasks_are_sources_of_an_evaluation_and_refuse_what_they_lack(tokenizer,
     ):
         with pytest.raises(ValueError, match=message):
             load_datasets([source], tokenizer, **{**read, "document_tokens": 300})
+
+
+def test_each_source_serves_the_tasks_that_it_can():
+    sources = sources_of_task(["generated", "books.jsonl", "{path: squad.jsonl, kind: qa_1}"], "ruler", [64, 128])
+    kinds = {(source.label, source.kind) for source in sources}
+    generated, essays = ({name for label, name in kinds if label == place} for place in ("generated", "books.jsonl"))
+    assert essays >= {"niah_single_2", "niah_multivalue"}
+    assert generated >= {"niah_single_1", "vt", "cwe"}
+    assert not generated & essays
+    assert generated | essays | {"qa_1", "qa_2"} == set(TASKS)
+    assert ("squad.jsonl", "qa_1") in kinds
+    assert len(sources) == 2 * len(kinds)
+    (needles,) = sources_of_task(["books.jsonl#9"], "needles", [64])
+    assert (needles.kind, needles.document_tokens, needles.max_samples) == ("needles", 64, 9)

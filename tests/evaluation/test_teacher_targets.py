@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-import yaml
 from naive_twin import ROWS, encode
 
-from context_compressors import cli
 from context_compressors.data.rows import read_rows
 from context_compressors.data.sources import DataSource
 from context_compressors.evaluation.settings import EvaluationSettings
@@ -95,45 +93,18 @@ def test_what_a_model_ends_by_itself_with_ends_a_target(teacher, tokenizer, ques
     assert {(*row["answers"], row["finished"]) for row in read(tmp_path / "a.jsonl")} == {("#", True)}
 
 
-def test_a_stopped_run_is_gone_on_with_and_another_run_is_refused(teacher, tokenizer, questions, settings, tmp_path):
-    def write(path, teacher=teacher, settings=settings, **kwargs):
-        return write_targets(teacher, tokenizer, [questions], path, settings=settings, progress=False, **kwargs)
-
-    whole, stopped = tmp_path / "whole.jsonl", tmp_path / "whole2.jsonl"
-    record = write(whole)
-    write(stopped)
-    stopped.write_text("".join(whole.read_text().splitlines(keepends=True)[:2]) + '{"id": "q2", "con')
-    with pytest.raises(ValueError, match=r"whole2\.jsonl is there: go on with it \(--resume\)"):
-        write(stopped)
-    with pytest.raises(ValueError, match="another run, which differs in max_context_tokens"):
-        write(stopped, settings=EvaluationSettings(**{**vars(settings), "max_context_tokens": 60}), resume=True)
-    # The path in the record is the file's own name.
-    (tmp_path / "more").mkdir()
-    moved = stopped.rename(tmp_path / "more" / "whole.jsonl")
-    (tmp_path / "whole2.jsonl.json").unlink()
-    with pytest.raises(ValueError, match="does not say how it was made"):
-        write(moved, resume=True)
-    (tmp_path / "more" / "whole.jsonl.json").write_text(json.dumps(record))
-    assert write(moved, resume=True) == record
-    assert moved.read_bytes() == whole.read_bytes()
-
-
 @pytest.mark.slow
-def test_the_command_passes_teacher_licence_and_settings_on_and_training_reads_its_file(
-    folders, tokenizer, questions, tmp_path, capsys
+def test_the_record_has_teacher_licence_and_settings_and_training_reads_the_file(
+    folders, teacher, tokenizer, questions, settings, tmp_path
 ):
     output = tmp_path / "targets.jsonl"
-    argv = ["write-targets", str(folders / "teacher"), "--output", str(output), "--documents", "1", "--device", "cpu"]
-    argv += ["--data", "generated", f"{{path: {questions.path}, licence: cc-by-4.0}}"]
-    argv += ["--max-new-tokens", str(NEW), "--batch-size", "2"]
-    assert cli.main(argv) == 0
-    printed = capsys.readouterr().out
-    record = json.loads((tmp_path / "targets.jsonl.json").read_text())
+    sources = ["generated", f"{{path: {questions.path}, licence: cc-by-4.0}}"]
+    record = write_targets(teacher, tokenizer, sources, output, settings=settings, progress=False)
+    assert json.loads((tmp_path / "targets.jsonl.json").read_text()) == record
     assert (record["teacher"], record["max_new_tokens"], record["prompt_format"]) == ("teacher", NEW, "plain")
     assert record["prompt"] == "\nQuestion: {question}\nAnswer:"
     assert not any(folder in json.dumps(record) for folder in (str(tmp_path), str(folders)))
-    (source,) = yaml.safe_load(printed.partition("a recipe's source: ")[2])
-    assert source == record["source"]
+    source = record["source"]
     assert source["licence"] == "Apache-2.0, cc-by-4.0"
     rows = read(output)
     assert record["rows"] == len(rows) > len(QUESTIONS)
@@ -196,7 +167,6 @@ def test_what_cannot_be_written_is_refused_before_anything_is(model, teacher, to
     for wrong, error, message in (
         ({"teacher": model}, TypeError, "the teacher must be a causal language model, got MeanPooling"),
         ({"task": "continuation"}, ValueError, "unknown task 'continuation'"),
-        ({"sources": []}, ValueError, "there are no sources"),
         ({"sources": [DataSource(path=str(texts))]}, ValueError, "has no column 'question', which question_answering"),
         ({"sources": [asked]}, ValueError, "contexts_per_document of source .* joined when training draws them"),
     ):
