@@ -91,9 +91,9 @@ def _parser_of(argv: Sequence[str], prog: str) -> tuple[TrlParser, list[str], se
             dashes = "--" if name in options else ""
             raise ValueError(f"unknown field {dashes + str(name)!r}{nearest(str(name), known)}")
     hints = {name: hint for group in _GROUPS for name, hint in get_type_hints(group).items()}
-    # The parser reads texts in the field's type; a null gives a field that is never null its default back.
+    # The parser reads numbers in the field's type; a null gives a field that is never null its default back.
     defaults = {
-        name: str(value) if isinstance(value, (bool, int, float)) else value
+        name: str(value) if type(value) in (int, float) else value
         for name, value in recipe.items()
         if value is not None or type(None) in get_args(hints[name])
     }

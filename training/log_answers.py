@@ -94,16 +94,8 @@ class LogAnswersCallback(TrainerCallback):
 
 
 def add_sample_answers(trainer: BaseTrainer, data_args: DataArguments, steps: int) -> None:
-    """Ask the first questions of a recipe's `eval_sources` every few steps, whose documents then choose.
-
-    Args:
-        trainer: Before it trains.
-        data_args: Its data.
-        steps: Training steps from one asking to the next.
-
-    Raises:
-        ValueError: No `eval_sources` with questions.
-    """
+    """Ask the first questions of `eval_sources` every few steps, whose documents then choose; `ValueError` where
+    there are none."""
     rows: list[dict[str, Any]] = []
     for source in data_args.of_evaluation().parsed_sources() if data_args.eval_sources else ():
         if "question_answering" in source.tasks and not source.generated:

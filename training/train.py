@@ -108,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     resume = args.resume_from_checkpoint
     if str(resume).lower() in ("latest", "true"):
         resume = latest_checkpoint(args.output_dir)
+    elif str(resume).lower() == "false":
+        resume = None
     if resume is None:
         check_output_dir(args.output_dir, args.overwrite)
     trainer = build_trainer(*arguments)

@@ -164,6 +164,6 @@ def test_a_checkpoint_without_optimizer_or_scheduler_is_refused(tmp_path, base_f
     folder = tmp_path / "out" / "checkpoint-2"
     (folder / f"{missing}.pt").unlink()
     with pytest.raises(
-        ValueError, match=f"checkpoint-2 has no state of the {missing}, .*save_only_model.*`checkpoint`"
+        ValueError, match=f"checkpoint-2 has no state of the {missing} .*save_only_model.*`checkpoint`"
     ):
         main([recipe, "--resume_from_checkpoint", str(folder)])

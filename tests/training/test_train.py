@@ -42,7 +42,7 @@ def test_a_teacher_goes_on_with_its_adapter(tmp_path, base_folder):
     trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
     assert len(trained) == len(before)
     assert all("lora_" in name for name in trained)
-    with pytest.raises(ValueError, match="goes on from the folder of its adapter, checkpoint, without a base"):
+    with pytest.raises(ValueError, match="adapter_config.json"):
         build_trainer(*parse_recipe([recipe, "--checkpoint", str(base_folder)]))
 
 
@@ -98,7 +98,7 @@ def test_eval_sources_are_evaluated_and_asked(tmp_path, base_folder, capsys):
     main([recipe, "--sample_answers_steps", "0", "--output_dir", str(tmp_path / "unasked")])
     unasked = json.loads((tmp_path / "unasked" / "training_summary.json").read_text())["log"]
     assert [entry.get("loss") for entry in unasked] == [entry.get("loss") for entry in log]
-    with pytest.raises(ValueError, match="sample_answers_steps needs questions that are not trained on"):
+    with pytest.raises(ValueError, match="sample_answers_steps needs eval_sources"):
         main([recipe, "--eval_sources", "null", "--eval_strategy", "no", "--overwrite", "true"])
 
 
