@@ -19,9 +19,7 @@ from .field_checks import (
     positive_int_or_none,
     prompt_map,
     ratio_tuple,
-    task_token_map,
     text,
-    text_or_none,
     token_id_list,
 )
 from .layer_shape import check_at_least, linear_flops, stack_flops
@@ -181,11 +179,11 @@ class CompressorConfig(PreTrainedConfig):
         self.encoder_config = (
             None if encoder_config is None else language_model_config("encoder_config", encoder_config)
         )
-        self.base_model_name_or_path = text_or_none("base_model_name_or_path", base_model_name_or_path)
-        self.base_model_revision = text_or_none("base_model_revision", base_model_revision)
-        self.encoder_name_or_path = text_or_none("encoder_name_or_path", encoder_name_or_path)
-        self.encoder_revision = text_or_none("encoder_revision", encoder_revision)
-        self.encoder_tokenizer = text_or_none("encoder_tokenizer", encoder_tokenizer)
+        self.base_model_name_or_path = base_model_name_or_path
+        self.base_model_revision = base_model_revision
+        self.encoder_name_or_path = encoder_name_or_path
+        self.encoder_revision = encoder_revision
+        self.encoder_tokenizer = encoder_tokenizer
         self.compression_ratios = ratio_tuple(compression_ratios)
         self.chunk_size = positive_int_or_none("chunk_size", chunk_size)
         self.position_layout = one_of("position_layout", position_layout, POSITION_LAYOUTS)
@@ -199,7 +197,8 @@ class CompressorConfig(PreTrainedConfig):
         self.bos_before_text = boolean("bos_before_text", bos_before_text)
         self.bos_before_slots = boolean("bos_before_slots", bos_before_slots)
         self.slots_after_ids = token_id_list("slots_after_ids", slots_after_ids)
-        self.task_token_ids = task_token_map(task_token_ids)
+        # Their embeddings stand in this order, which is that of a saved configuration.
+        self.task_token_ids = dict(sorted((task_token_ids or {}).items()))
         self.prompts = prompt_map(prompts)
         self.prompt_format = one_of("prompt_format", prompt_format, PROMPT_FORMATS)
         self.context_prefix = text("context_prefix", context_prefix)

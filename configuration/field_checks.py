@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a configuration's fields: each gives the value back, or raises a `ValueError` that names the field."""
 
-import math
-import re
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -83,11 +81,7 @@ def language_model_config(field: str, value: Any) -> PreTrainedConfig:
     fields = dict(value)
     model_type = fields.pop("model_type")
     check_choice(f"model_type of `{field}`:", model_type, CONFIG_MAPPING)
-    try:
-        return CONFIG_MAPPING[model_type](**fields)
-    except Exception as error:
-        # A value of a wrong type is an error of its own kind there.
-        raise ValueError(f"`{field}` is no configuration of a model: {error}") from error
+    return CONFIG_MAPPING[model_type](**fields)
 
 
 def marker_counts(value: Any) -> dict[str, int]:
@@ -116,12 +110,6 @@ def lora_settings(field: str, value: Any) -> dict[str, Any] | None:
     lora = {**_LORA_DEFAULTS, **value}
     if not _is_int(lora["rank"]) or lora["rank"] < 1:
         raise ValueError(f"`{field}['rank']` must be an int of at least 1, got {lora['rank']!r}")
-    if not is_number(lora["alpha"]) or not 0 < lora["alpha"] < math.inf:
-        raise ValueError(f"`{field}['alpha']` must be a finite number above 0, got {lora['alpha']!r}")
-    if not is_number(lora["dropout"]) or not 0 <= lora["dropout"] < 1:
-        raise ValueError(
-            f"`{field}['dropout']` must be a number from 0 up to, not including, 1, got {lora['dropout']!r}"
-        )
     targets = lora["target_modules"]
     names = isinstance(targets, (list, tuple)) and targets and all(isinstance(name, str) and name for name in targets)
     if targets != "all-linear" and not names:
@@ -139,32 +127,13 @@ def pattern_list(value: Any) -> list[str] | None:
         raise ValueError(
             f"`trainable_parameters` must be a list of regular expressions, at least one, or None, got {value!r}"
         )
-    for pattern in value:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"`trainable_parameters` has a broken regular expression {pattern!r}: {error}") from error
     return list(value)
-
-
-def task_token_map(value: Any) -> dict[str, int]:
-    value = {} if value is None else value
-    if not isinstance(value, dict) or not all(isinstance(k, str) and _is_int(v) and v >= 0 for k, v in value.items()):
-        raise ValueError(f"`task_token_ids` must map token strings to ids of at least 0, got {value!r}")
-    if len(set(value.values())) < len(value):
-        raise ValueError(f"`task_token_ids` must map each token to an id of its own, got {value!r}")
-    # Their embeddings stand in this order, which is that of a saved configuration.
-    return dict(sorted(value.items()))
 
 
 def text(field: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"`{field}` must be a text, got {value!r}")
     return value
-
-
-def text_or_none(field: str, value: Any) -> str | None:
-    return None if value is None else text(field, value)
 
 
 def prompt_map(value: Any) -> dict[str, str] | None:

@@ -3,28 +3,199 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.cache_utils import DynamicCache
 
 from ..configuration.configuration_comprexit import GATE, LAST_LAYER, ComprExITConfig
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
 from .compressor.modeling_compressor import CompressorModel
-from .parts.float32_layers import Float32LayerNorm, Float32Linear
-from .parts.layer_states import Reduction, reduce_layer_states
+from .parts.attention_masks import run_backbone
+from .parts.base_precision import Float32LayerNorm, Float32Linear, weights_of
+from .parts.cache_name import CACHE
 from .parts.lora import ENCODER
 from .parts.optimal_transport import sinkhorn
-from .parts.window_aggregation import (
-    WindowAggregation,
-    WindowAttention,
-    WindowMean,
-    masked_softmax,
-)
+
+
+class WindowAggregation(nn.Module):
+    """Makes one slot of every r tokens; a subclass says which tokens of a window a slot is made of.
+
+    Windows start at a row's first token and are whole multiples of r, the last one of a row short, so that
+    ceil(n / r) slots come of n tokens, and neither padding nor other rows bear on them.
+    """
+
+    def window_length(self, ratio: int) -> int:
+        """Tokens of a window, a multiple of `ratio`; here one slot alone."""
+        return ratio
+
+    def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:
+        """How much of each token goes into each slot of its window.
+
+        Args:
+            tokens: `(batch_size, num_windows, num_tokens, hidden_size)`, float32, zero at pads.
+            mask: `(batch_size, num_windows, num_tokens)`, bool.
+            ratio: tokens per slot; it divides `num_tokens`.
+
+        Returns:
+            `(batch_size, num_windows, num_tokens, num_slots)`; zero at pads.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what its slots are made of")
+
+    def aggregate(self, weights: Tensor, tokens: Tensor) -> Tensor:
+        """Slots `(batch_size, num_windows, num_slots, hidden_size)` from the weights."""
+        return weights.transpose(-1, -2) @ tokens
+
+    def forward(self, vectors: Tensor, mask: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
+        """Slots of all windows.
+
+        Args:
+            vectors: `(batch_size, num_tokens, hidden_size)`, left-aligned.
+            mask: `(batch_size, num_tokens)`, bool.
+            ratio: tokens per slot.
+
+        Returns:
+            Slots `(batch_size, num_slots, hidden_size)`, left-aligned, whatever stands at padding slots, and their
+            mask `(batch_size, num_slots)`.
+        """
+        tokens, token_mask = self.windows(vectors, mask, ratio)
+        slots = self.aggregate(self.weights(tokens, token_mask, ratio), tokens)
+        slot_mask = _slot_mask(mask, ratio)
+        return slots.flatten(1, 2)[:, : slot_mask.shape[1]], slot_mask
+
+    def allocation(self, vectors: Tensor, mask: Tensor, ratio: int) -> Tensor:
+        """What each slot is made of: weights that sum up to 1, `(batch_size, num_slots, num_tokens)`; as `forward`."""
+        tokens, token_mask = self.windows(vectors, mask, ratio)
+        weights = self.weights(tokens, token_mask, ratio).transpose(-1, -2)
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+        batch_size, num_windows, num_slots, num_tokens = weights.shape
+        spread = weights.new_zeros(batch_size, num_windows, num_slots, num_windows, num_tokens)
+        index = torch.arange(num_windows, device=weights.device)
+        spread[:, index, :, index] = weights.transpose(0, 1)
+        return spread.flatten(3).flatten(1, 2)[:, : _slot_mask(mask, ratio).shape[1], : mask.shape[1]]
+
+    def windows(self, vectors: Tensor, mask: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
+        """Cut rows into windows: tokens `(batch_size, num_windows, window_length, hidden_size)` and their mask."""
+        num_tokens = vectors.shape[1]
+        # A window is never longer than the longest row, up to a whole slot.
+        length = min(self.window_length(ratio), -(-num_tokens // ratio) * ratio)
+        num_windows = -(-num_tokens // length)
+        pad = num_windows * length - num_tokens
+        # Filled rather than multiplied: what stands at a pad may be anything.
+        tokens = vectors.float().masked_fill(~mask[:, :, None], 0)
+        tokens = nn.functional.pad(tokens, (0, 0, 0, pad)).unflatten(1, (num_windows, length))
+        return tokens, nn.functional.pad(mask, (0, pad)).unflatten(1, (num_windows, length))
+
+
+class WindowMean(WindowAggregation):
+    """The mean of r neighbouring tokens (ComprExIT, Figure 8)."""
+
+    def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:
+        weights = mask / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+        return weights.to(tokens.dtype)[..., None]
+
+
+class WindowAttention(WindowAggregation):
+    """The mean of r neighbouring tokens attends to them (ComprExIT, Table 3, "w/o Coordinated Allocation").
+
+    As in the authors' code one LayerNorm serves both sides: the query is a map of the normed tokens' mean, the keys
+    are maps of the normed tokens; a slot is the weighted mean of the tokens themselves.
+
+    Args:
+        hidden_size: width of the tokens.
+        attention_size: width of queries and keys.
+    """
+
+    def __init__(self, hidden_size: int, attention_size: int):
+        super().__init__()
+        self.norm = Float32LayerNorm(hidden_size)
+        self.query = Float32Linear(hidden_size, attention_size)
+        self.key = Float32Linear(hidden_size, attention_size)
+        self.scale = attention_size**-0.5
+
+    def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:
+        normed = self.norm(tokens)
+        scores = self.key(normed) @ self.query(_mean(normed, mask))[..., None] * self.scale
+        return masked_softmax(scores[..., 0], mask)[..., None]
+
+
+def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    """Softmax over the last dimension where `mask` is true, zero elsewhere, and zero throughout where nothing is."""
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return scores.softmax(dim=-1) * mask
+
+
+def _mean(tokens: Tensor, mask: Tensor) -> Tensor:
+    """Mean of each window's real tokens, `(batch_size, num_windows, hidden_size)`; zero where a window has none."""
+    return (tokens * mask[..., None]).sum(dim=2) / mask.sum(dim=2).clamp(min=1)[..., None]
+
+
+def _slot_mask(mask: Tensor, ratio: int) -> Tensor:
+    counts = (mask.sum(dim=1) + ratio - 1) // ratio
+    num_slots = -(-mask.shape[1] // ratio)
+    return (torch.arange(num_slots, device=mask.device) < counts[:, None]).long()
+
+
+Reduction = Callable[[Sequence[Tensor]], Tensor]
+
+
+def reduce_layer_states(
+    backbone: PreTrainedModel,
+    reduce: Reduction,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor,
+    segment_length: int | None = None,
+    is_full: bool = False,
+) -> Tensor:
+    """Run the backbone and reduce each token's states across the layers.
+
+    With a `segment_length`, the backbone reads so many tokens at a time behind a key/value cache, and the states of a
+    segment are gone before the next one is read; the backbone must be causal. A frozen backbone keeps nothing for a
+    backward pass but the states themselves.
+
+    Args:
+        backbone: a causal language model without its head.
+        reduce: takes the embeddings and the states behind each layer (the last one after the final norm), each
+            `(batch_size, num_segment_tokens, hidden_size)`, and returns `(batch_size, num_segment_tokens, width)`.
+        input_ids: `(batch_size, num_tokens)`, right-padded, at least one column.
+        attention_mask: same shape.
+        position_ids: same shape.
+        segment_length: tokens read at a time; `None` for all, which gradients need.
+        is_full: whether there are no pads.
+
+    Returns:
+        `(batch_size, num_tokens, width)`.
+    """
+    num_tokens = input_ids.shape[1]
+    inputs = {"input_ids": input_ids, "position_ids": position_ids}
+    if segment_length is None or num_tokens <= segment_length:
+        return _reduced(backbone, reduce, inputs, attention_mask=attention_mask, use_cache=False, is_full=is_full)
+    cache = DynamicCache(config=backbone.config)
+    reduced = []
+    for start in range(0, num_tokens, segment_length):
+        stop = min(start + segment_length, num_tokens)
+        segment = {name: tensor[:, start:stop] for name, tensor in inputs.items()}
+        settings = {"attention_mask": attention_mask[:, :stop], CACHE: cache, "use_cache": True, "is_full": is_full}
+        reduced.append(_reduced(backbone, reduce, segment, **settings))
+    return torch.cat(reduced, dim=1)
+
+
+def _reduced(backbone: PreTrainedModel, reduce: Reduction, inputs: dict[str, Tensor], **settings: Any) -> Tensor:
+    # A function of its own: a name in the loop would keep a segment's states while the next one is read.
+    # Under gradient checkpointing even frozen embeddings require gradients, which nobody would use.
+    trains = any(weight.requires_grad for weight in weights_of(backbone))
+    with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
+        settings |= {**inputs, "is_right_padded": True, "output_hidden_states": True}
+        hidden_states = run_backbone(backbone, **settings).hidden_states
+    return reduce(hidden_states)
 
 
 class LayerMap(nn.Module):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,27 @@ from ..configuration.configuration_mean_pooling import MeanPoolingConfig
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks, Slots
 from .compressor.modeling_compressor import CompressorModel
-from .parts.float32_layers import Float32Linear
+from .parts.base_precision import Float32Linear
 from .parts.pooling import mean_pool
-from .parts.ratio_selection import nearest_ratios
+
+
+def nearest_ratios(log_ratios: Tensor, ratios: Sequence[int], measure: str) -> Tensor:
+    """The ratio of a set that is nearest to each predicted one; of two as near, the lower.
+
+    Args:
+        log_ratios: log2 of the predicted ratios, any shape.
+        ratios: the set.
+        measure: "ratio": between the ratios, so that 6 parts 4 and 8; "log_ratio": between their logarithms, which are
+            parted by 5.66.
+
+    Returns:
+        A LongTensor of the same shape.
+    """
+    candidates = torch.tensor(sorted(ratios), device=log_ratios.device)
+    places = candidates.float() if measure == "ratio" else candidates.float().log2()
+    values = log_ratios.exp2() if measure == "ratio" else log_ratios
+    # By the middles between neighbours: far outside the set all distances are alike.
+    return candidates[torch.bucketize(values, (places[:-1] + places[1:]) / 2)]
 
 
 class MeanPoolingModel(CompressorModel):
@@ -63,6 +82,17 @@ class MeanPoolingModel(CompressorModel):
             # It starts in the middle of its set.
             ratios = torch.tensor(self.config.compression_ratios, dtype=torch.float32)
             init.constant_(module.bias, float(ratios.log2().mean()))
+
+    def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Take out `ratio_scale`, which replaces the configuration's: `ratio="auto"` adds it to the predicted log2."""
+        scale = arguments.pop("ratio_scale", None)
+        if scale is None:
+            return {}
+        if not self.config.selects_ratios:
+            raise ValueError(f"`ratio_scale` is {scale}, but the checkpoint has no ratio selector to be moved")
+        if not math.isfinite(scale):
+            raise ValueError(f"`ratio_scale` must be a finite number, got {scale}")
+        return {"ratio_scale": scale}
 
     def compress_with_log_ratios(
         self, input_ids: Tensor, attention_mask: Tensor | None, ratios: Sequence[Any] | Tensor, **passages: Any

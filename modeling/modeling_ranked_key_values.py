@@ -25,7 +25,7 @@ from .compressor.validation import TokenRows, check_context_length, check_togeth
 from .memory.compressed_context import CompressedContext, KeyValues
 from .memory.headwise_pairs import HeadwisePairs, kept_pairs
 from .memory.key_value_memory import inverse_frequencies, key_value_shape
-from .parts.float32_layers import Float32Linear
+from .parts.base_precision import Float32Linear
 from .parts.packing import PackedSequence, text_positions
 from .parts.position_layout import rotated, rotation
 

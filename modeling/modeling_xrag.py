@@ -15,8 +15,7 @@ from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
 from .compressor.modeling_compressor import CompressorModel
-from .parts.base_precision import weights_of
-from .parts.float32_layers import Float32Linear
+from .parts.base_precision import Float32Linear, weights_of
 from .parts.text_ids import context_end_ids, context_start_ids, leave_out_bos
 
 _NO_LIMIT = 2**40

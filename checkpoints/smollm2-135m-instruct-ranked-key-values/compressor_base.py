@@ -69,7 +69,6 @@ from .configuration_ranked_key_values import (
     CompressorConfig,
     RETRIEVAL_LOADER,
     check_choice,
-    is_number,
     nearest_name,
 )
 
@@ -529,24 +528,6 @@ def _cut(
     return batches
 
 
-# parts/ratio_selection.py
-
-def row_ratios(chunk_ratios: Tensor, lengths: Sequence[int], counts: Sequence[int], chunks_per_row: int) -> Tensor:
-    """The ratio of each context, of whose chunks each has its own: as of memories of the chunks that are joined."""
-    if chunks_per_row == 1:
-        return chunk_ratios
-    chunks = list(zip(chunk_ratios.tolist(), lengths, counts, strict=True))
-    found = []
-    for start in range(0, len(chunks), chunks_per_row):
-        row = chunks[start : start + chunks_per_row]
-        # Behind a context's own chunks stand empty ones, up to those of the longest.
-        own = [chunk for chunk in row if chunk[1]] or row[:1]
-        distinct = {ratio for ratio, _, _ in own}
-        num_tokens, num_slots = sum(length for _, length, _ in own), sum(count for _, _, count in own)
-        found.append(distinct.pop() if len(distinct) == 1 else -(-num_tokens // num_slots))
-    return torch.tensor(found, device=chunk_ratios.device)
-
-
 # parts/base_precision.py
 
 _WEIGHTS = "_context_compressor_trained_and_frozen"
@@ -593,6 +574,15 @@ def head_logits(head: nn.Module, states: Tensor) -> Tensor:
 def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
     with first, second:
         yield
+
+
+class Float32Linear(nn.Linear):
+    """`nn.Linear` in float32, also where autocast would take a smaller type."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        with torch.autocast(inputs.device.type, enabled=False):
+            return functional.linear(inputs.float(), self.weight.float(), bias)
 
 
 # parts/cache_name.py
@@ -881,40 +871,6 @@ def _check_memory_count(num_tokens: int, num_memory_tokens: int) -> None:
         raise ValueError(f"num_memory_tokens must be 0 where num_tokens is 0, got {num_memory_tokens}")
 
 
-# parts/generation_arguments.py
-
-def check_generation(given: Mapping[str, Any]) -> None:
-    """Refuse what gives several answers to a question, or more than its tokens."""
-    own = given.get("generation_config")
-    # What a configuration leaves open is `None`; what an argument says holds.
-    asked = {name: value for name, value in ({} if own is None else own.to_dict()).items() if value is not None}
-    asked |= given
-    if (number := asked.get("num_return_sequences", 1)) != 1:
-        raise ValueError(f"`num_return_sequences` must be 1, got {number}: a question has one answer")
-    if (value := asked.get("return_dict_in_generate", False)) not in (False, None):
-        raise ValueError(
-            f"`return_dict_in_generate` must be false, got {value}: an answer is its text; call the model's `generate`"
-        )
-
-
-def with_defaults(given: Mapping[str, Any], max_new_tokens: int, pad_token_id: int | None) -> dict[str, Any]:
-    """Arguments of `generate`, with what they and a `generation_config` among them leave open: a greedy, short answer,
-    one to a question and its tokens alone, whatever the model's own `generation_config` says."""
-    given = dict(given)
-    own = copy.deepcopy(given.pop("generation_config", None))
-    defaults = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad_token_id}
-    defaults |= {"num_return_sequences": 1, "return_dict_in_generate": False}
-    if own is None:
-        if given.get("max_length") is not None:
-            del defaults["max_new_tokens"]
-        return defaults | given
-    given = own.update(**given)
-    if own.max_length is not None:
-        del defaults["max_new_tokens"]
-    own.update(**{name: value for name, value in defaults.items() if getattr(own, name) is None})
-    return {**given, "generation_config": own}
-
-
 # parts/call_views.py
 
 # The library remembers on the model that its layers have hooks for further outputs.
@@ -1199,17 +1155,6 @@ def _rotated(blocks: Tensor, is_back: bool = False) -> Tensor:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
     hadamard = hadamard * size**-0.5
     return (blocks @ hadamard) * signs if is_back else (blocks * signs) @ hadamard
-
-
-# parts/float32_layers.py
-
-class Float32Linear(nn.Linear):
-    """`nn.Linear` in float32, also where autocast would take a smaller type."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.float()
-        with torch.autocast(inputs.device.type, enabled=False):
-            return functional.linear(inputs.float(), self.weight.float(), bias)
 
 
 # checkpoint/fingerprints.py
@@ -3758,6 +3703,22 @@ def memory_position_ids(slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]
     return ids
 
 
+def row_ratios(chunk_ratios: Tensor, lengths: Sequence[int], counts: Sequence[int], chunks_per_row: int) -> Tensor:
+    """The ratio of each context, of whose chunks each has its own: as of memories of the chunks that are joined."""
+    if chunks_per_row == 1:
+        return chunk_ratios
+    chunks = list(zip(chunk_ratios.tolist(), lengths, counts, strict=True))
+    found = []
+    for start in range(0, len(chunks), chunks_per_row):
+        row = chunks[start : start + chunks_per_row]
+        # Behind a context's own chunks stand empty ones, up to those of the longest.
+        own = [chunk for chunk in row if chunk[1]] or row[:1]
+        distinct = {ratio for ratio, _, _ in own}
+        num_tokens, num_slots = sum(length for _, length, _ in own), sum(count for _, _, count in own)
+        found.append(distinct.pop() if len(distinct) == 1 else -(-num_tokens // num_slots))
+    return torch.tensor(found, device=chunk_ratios.device)
+
+
 # compressor/context_compression_qa.py
 
 MAX_NEW_TOKENS = 64
@@ -4169,6 +4130,38 @@ def _listed_of_context_compression_qa(name: str, value: Any) -> tuple[list[Any],
             raise ValueError(f"`{name}` is an empty list")
         return list(value), False
     return [value], True
+
+
+def check_generation(given: Mapping[str, Any]) -> None:
+    """Refuse what gives several answers to a question, or more than its tokens."""
+    own = given.get("generation_config")
+    # What a configuration leaves open is `None`; what an argument says holds.
+    asked = {name: value for name, value in ({} if own is None else own.to_dict()).items() if value is not None}
+    asked |= given
+    if (number := asked.get("num_return_sequences", 1)) != 1:
+        raise ValueError(f"`num_return_sequences` must be 1, got {number}: a question has one answer")
+    if (value := asked.get("return_dict_in_generate", False)) not in (False, None):
+        raise ValueError(
+            f"`return_dict_in_generate` must be false, got {value}: an answer is its text; call the model's `generate`"
+        )
+
+
+def with_defaults(given: Mapping[str, Any], max_new_tokens: int, pad_token_id: int | None) -> dict[str, Any]:
+    """Arguments of `generate`, with what they and a `generation_config` among them leave open: a greedy, short answer,
+    one to a question and its tokens alone, whatever the model's own `generation_config` says."""
+    given = dict(given)
+    own = copy.deepcopy(given.pop("generation_config", None))
+    defaults = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad_token_id}
+    defaults |= {"num_return_sequences": 1, "return_dict_in_generate": False}
+    if own is None:
+        if given.get("max_length") is not None:
+            del defaults["max_new_tokens"]
+        return defaults | given
+    given = own.update(**given)
+    if own.max_length is not None:
+        del defaults["max_new_tokens"]
+    own.update(**{name: value for name, value in defaults.items() if getattr(own, name) is None})
+    return {**given, "generation_config": own}
 
 
 # memory/key_value_memory.py
@@ -4904,6 +4897,8 @@ class CompressorPreTrainedModel(PreTrainedModel):
         **kwargs: Any,
     ) -> Self:
         """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more."""
+        if (plan := kwargs.get("tp_plan")) is not None:
+            raise ValueError(f"compressors do not support tensor parallelism, got tp_plan={plan!r}: use `device_map`")
         name, load = pretrained_model_name_or_path, super().from_pretrained
         return load_checkpoint(cls, load, name, base_model, encoder_base_model, args, kwargs)
 
@@ -5142,7 +5137,6 @@ class CompressorBackbone(CompressorPreTrainedModel):
         ratio: int | str | Tensor | Sequence[int | str] | None = None,
         allow_untrained_ratio: bool = False,
         *,
-        ratio_scale: float | None = None,
         chunk_lengths: Tensor | Sequence[Sequence[int]] | None = None,
         **unused: Any,
     ) -> CompressedContext | list[CompressedContext]:
@@ -5151,17 +5145,6 @@ class CompressorBackbone(CompressorPreTrainedModel):
         unknown = set(unused) - {"token_type_ids"}
         if unknown:
             raise TypeError(f"compress() got unexpected arguments {sorted(unknown)}")
-        if ratio_scale is not None and not is_number(ratio_scale):
-            raise TypeError(f"`ratio_scale` must be a number, got {ratio_scale!r}")
-        if ratio_scale is not None and not math.isfinite(ratio_scale):
-            raise ValueError(f"`ratio_scale` must be a finite number, got {ratio_scale}")
-        if ratio_scale is not None and not self.config.selects_ratios:
-            raise ValueError(f"`ratio_scale` is {ratio_scale}, but the checkpoint has no ratio selector to be moved")
-        asked = ratio if isinstance(ratio, (list, tuple)) else [ratio]
-        if ratio_scale is not None and not any(isinstance(one, str) and one == "auto" for one in asked):
-            raise ValueError(f"`ratio_scale` is {ratio_scale}, but no `ratio` is 'auto', got {ratio!r}")
-        if ratio_scale is not None:
-            beside["ratio_scale"] = ratio_scale
         return self.named_memories(input_ids, attention_mask, ratio, allow_untrained_ratio, chunk_lengths, **beside)
 
     def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:

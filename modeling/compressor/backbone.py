@@ -13,13 +13,21 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ...configuration.field_checks import is_number
 from ..checkpoint.fingerprints import at_hand, settings_fingerprint, version, weights_fingerprint
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import inverse_frequencies, key_value_shape
 from ..parts.length_batches import length_batches
-from ..parts.ratio_selection import row_ratios
-from .chunking import Chunks, Slots, cut, gathered, gathering_order, join, memory_position_ids, with_markers
+from .chunking import (
+    Chunks,
+    Slots,
+    cut,
+    gathered,
+    gathering_order,
+    join,
+    memory_position_ids,
+    row_ratios,
+    with_markers,
+)
 from .pretrained_compressor import CompressorPreTrainedModel
 from .validation import TokenRows, check_context_length, check_ratios, check_together, passage_borders, token_rows
 
@@ -86,7 +94,6 @@ class CompressorBackbone(CompressorPreTrainedModel):
         ratio: int | str | Tensor | Sequence[int | str] | None = None,
         allow_untrained_ratio: bool = False,
         *,
-        ratio_scale: float | None = None,
         chunk_lengths: Tensor | Sequence[Sequence[int]] | None = None,
         **unused: Any,
     ) -> CompressedContext | list[CompressedContext]:
@@ -104,38 +111,24 @@ class CompressorBackbone(CompressorPreTrainedModel):
                 chunk the one of its ratios that the chunk's text asks for, whatever stands beside it; a row's `ratio`
                 is then the chunks' common one, or ceil(tokens / slots).
             allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
-            ratio_scale: What "auto" adds to the predicted log2 of the ratio, in place of the configuration's: 1 asks
-                for twice the ratio.
             chunk_lengths: `(batch_size, num_passages)`, or a list for each row: how many of a row's tokens are in each
                 of its passages, which are compressed apart from each other; 0 for none. A passage of more than the
                 configuration's `chunk_size` tokens is cut like any context. `None`: a row is one passage.
-            unused: What the method reads beside contexts, such as `pixel_values`; `token_type_ids`, which some
-                tokenizers add, is ignored.
+            unused: Further inputs of the method, such as `pixel_values`, or the `ratio_scale` of a ratio selector;
+                `token_type_ids`, which some tokenizers add, is ignored.
 
         Returns:
             The memory, or a list of memories if `ratio` is a list.
 
         Raises:
             ValueError: unknown token ids, a mask of the wrong shape, a ratio that the checkpoint does not have, "auto"
-                or a `ratio_scale` without a ratio selector, one that is not finite or without "auto", or a context
-                longer than the encoder's positions.
+                without a ratio selector, or a context longer than the encoder's positions.
             TypeError: an argument that is not known, or a value of another type.
         """
         beside = self.beside_contexts(unused)
         unknown = set(unused) - {"token_type_ids"}
         if unknown:
             raise TypeError(f"compress() got unexpected arguments {sorted(unknown)}")
-        if ratio_scale is not None and not is_number(ratio_scale):
-            raise TypeError(f"`ratio_scale` must be a number, got {ratio_scale!r}")
-        if ratio_scale is not None and not math.isfinite(ratio_scale):
-            raise ValueError(f"`ratio_scale` must be a finite number, got {ratio_scale}")
-        if ratio_scale is not None and not self.config.selects_ratios:
-            raise ValueError(f"`ratio_scale` is {ratio_scale}, but the checkpoint has no ratio selector to be moved")
-        asked = ratio if isinstance(ratio, (list, tuple)) else [ratio]
-        if ratio_scale is not None and not any(isinstance(one, str) and one == "auto" for one in asked):
-            raise ValueError(f"`ratio_scale` is {ratio_scale}, but no `ratio` is 'auto', got {ratio!r}")
-        if ratio_scale is not None:
-            beside["ratio_scale"] = ratio_scale
         return self.named_memories(input_ids, attention_mask, ratio, allow_untrained_ratio, chunk_lengths, **beside)
 
     def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:

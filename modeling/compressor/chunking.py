@@ -253,3 +253,29 @@ def memory_position_ids(slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]
         memory_ids, _ = decoder_position_ids(*spread, device=ids.device)
         ids[row, : len(memory_ids)] = memory_ids
     return ids
+
+
+def row_ratios(chunk_ratios: Tensor, lengths: Sequence[int], counts: Sequence[int], chunks_per_row: int) -> Tensor:
+    """The ratio of each context, of whose chunks each has its own: as of memories of the chunks that are joined.
+
+    Args:
+        chunk_ratios: `(batch_size * chunks_per_row,)`.
+        lengths: tokens of each chunk.
+        counts: slots of each chunk.
+        chunks_per_row: chunks of each context.
+
+    Returns:
+        `(batch_size,)`: the chunks' common ratio, or else ceil(tokens / slots).
+    """
+    if chunks_per_row == 1:
+        return chunk_ratios
+    chunks = list(zip(chunk_ratios.tolist(), lengths, counts, strict=True))
+    found = []
+    for start in range(0, len(chunks), chunks_per_row):
+        row = chunks[start : start + chunks_per_row]
+        # Behind a context's own chunks stand empty ones, up to those of the longest.
+        own = [chunk for chunk in row if chunk[1]] or row[:1]
+        distinct = {ratio for ratio, _, _ in own}
+        num_tokens, num_slots = sum(length for _, length, _ in own), sum(count for _, _, count in own)
+        found.append(distinct.pop() if len(distinct) == 1 else -(-num_tokens // num_slots))
+    return torch.tensor(found, device=chunk_ratios.device)

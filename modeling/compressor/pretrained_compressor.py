@@ -243,9 +243,12 @@ class CompressorPreTrainedModel(PreTrainedModel):
 
         Raises:
             ValueError: the checkpoint is of another method, weights are missing from it, so that parts of the model
-                would be random, or the base is another model than the one that the checkpoint was made on.
+                would be random, the base is another model than the one that the checkpoint was made on, or a
+                `tp_plan`.
             OSError: the checkpoint, or the base that a light one names, cannot be had.
         """
+        if (plan := kwargs.get("tp_plan")) is not None:
+            raise ValueError(f"compressors do not support tensor parallelism, got tp_plan={plan!r}: use `device_map`")
         name, load = pretrained_model_name_or_path, super().from_pretrained
         return load_checkpoint(cls, load, name, base_model, encoder_base_model, args, kwargs)
 

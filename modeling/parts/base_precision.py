@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 _WEIGHTS = "_context_compressor_trained_and_frozen"
 
@@ -93,3 +94,28 @@ def head_logits(head: nn.Module, states: Tensor) -> Tensor:
 def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
     with first, second:
         yield
+
+
+class Float32Linear(nn.Linear):
+    """`nn.Linear` in float32, also where autocast would take a smaller type."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        with torch.autocast(inputs.device.type, enabled=False):
+            return functional.linear(inputs.float(), self.weight.float(), bias)
+
+
+class Float32LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` in float32."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return functional.layer_norm(
+            inputs.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps
+        )
+
+
+class Float32RMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm` in float32."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return functional.rms_norm(inputs.float(), self.normalized_shape, self.weight.float(), self.eps)

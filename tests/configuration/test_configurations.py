@@ -35,25 +35,16 @@ WRONG = [
     ("bos_before_slots", "yes", "True or False"),
     ("bos_before_slots", 1, "True or False"),
     ("use_cache", None, "True or False"),
-    ("task_token_ids", ["[AE]"], "map token strings to ids"),
-    ("task_token_ids", {"[AE]": -1}, "at least 0"),
-    ("task_token_ids", {"[AE]": "128"}, "ids"),
-    ("task_token_ids", {128: 128}, "token strings"),
-    ("task_token_ids", {"[AE]": 128, "[LM]": 128}, "an id of its own"),
     ("trainable_parameters", "lora", "list of regular expressions"),
     ("trainable_parameters", [1], "list of regular expressions"),
-    ("trainable_parameters", ["("], "broken regular expression"),
     ("trainable_parameters", [], "at least one"),
     ("decoder_config", "meta-llama/Llama-3.2-1B", "PreTrainedConfig or a dict with `model_type`"),
     ("decoder_config", {"hidden_size": 32}, "PreTrainedConfig or a dict with `model_type`"),
-    ("external_weights", ["decoder"], "'repo_id', 'revision', 'weights', 'samples', 'dtype'"),
     (
         "external_weights",
         {"decoder": "HuggingFaceTB/SmolLM2-135M"},
         "'repo_id', 'revision', 'weights', 'samples', 'dtype'",
     ),
-    ("external_weights", {"decoder": {"repo_id": "me/base"}}, "'repo_id', 'revision', 'weights', 'samples', 'dtype'"),
-    ("external_weights", {"base": {}}, "'repo_id', 'revision', 'weights', 'samples', 'dtype'"),
     ("encoder_config", 3, "PreTrainedConfig or a dict with `model_type`"),
 ]
 WRONG_LORA = [
@@ -62,12 +53,6 @@ WRONG_LORA = [
     ({"rank": 0}, "rank.*at least 1.*0"),
     ({"rank": 2.0}, "rank.*at least 1.*2.0"),
     ({"rank": True}, "rank.*at least 1.*True"),
-    ({"alpha": 0}, "alpha.*above 0.*0"),
-    ({"alpha": float("nan")}, "alpha.*above 0.*nan"),
-    ({"alpha": float("inf")}, "alpha.*above 0.*inf"),
-    ({"alpha": "16"}, "alpha.*above 0.*'16'"),
-    ({"dropout": 1.0}, "dropout.*1.0"),
-    ({"dropout": -0.1}, "dropout.*-0.1"),
     ({"target_modules": "q_proj"}, "target_modules.*all-linear.*'q_proj'"),
     ({"target_modules": []}, r"target_modules.*all-linear.*\[\]"),
     ({"target_modules": [1]}, r"target_modules.*all-linear.*\[1\]"),
@@ -79,18 +64,12 @@ def test_a_wrong_value_names_the_field_the_value_and_what_is_allowed(field, valu
     with pytest.raises(ValueError, match=f"`{field}`") as error:
         MeanPoolingConfig(**{field: value})
     assert allowed in str(error.value)
-    shown = value[0] if field == "trainable_parameters" and value == ["("] else value
-    assert repr(shown) in str(error.value)
+    assert repr(value) in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        (
-            "decoder_config",
-            {"model_type": "llama", "hidden_size": "32"},
-            "`decoder_config` is no .*'hidden_size'.*'32'",
-        ),
         ("decoder_config", {"model_type": ["llama"]}, r"unknown model_type of `decoder_config`: \['llama'\]"),
         ("decoder_config", {"model_type": "lamma"}, "unknown model_type of `decoder_config`: 'lamma'; did you mean"),
         ("prompts", {"sumarisation": ""}, "unknown task of `prompts`: 'sumarisation'; did you mean 'summarisation'"),
@@ -237,13 +216,6 @@ def test_costs_and_limits_refuse_numbers_that_are_none():
             count(-1, 4)
         with pytest.raises(ValueError, match="ratio must be at least 1, got 0"):
             count(1, 0)
-
-
-@pytest.mark.parametrize("name", ["base_model_name_or_path", "encoder_revision", "encoder_tokenizer"])
-def test_names_that_are_no_text_are_refused(name):
-    for wrong in (5, b"x", ["a"]):
-        with pytest.raises(ValueError, match=f"`{name}` must be a text"):
-            MeanPoolingConfig(**{name: wrong})
 
 
 @pytest.mark.parametrize("config_class", [MeanPoolingConfig, DeCALConfig])

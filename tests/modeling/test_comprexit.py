@@ -11,8 +11,13 @@ from torch.nn import functional
 from transformers import LlamaConfig
 
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
-from context_compressors.modeling.modeling_comprexit import ComprExITForCausalLM, ComprExITModel, LayerGate
-from context_compressors.modeling.parts.window_aggregation import WindowAttention, WindowMean
+from context_compressors.modeling.modeling_comprexit import (
+    ComprExITForCausalLM,
+    ComprExITModel,
+    LayerGate,
+    WindowAttention,
+    WindowMean,
+)
 
 LN2 = math.log(2)
 literally = pytest.mark.parametrize("literal", [False, True], ids=["facts", "printed"])

@@ -7,9 +7,8 @@ from comprexit_parts import random_like, transmission
 from tiny_bases import ids_of
 
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
-from context_compressors.modeling.modeling_comprexit import ComprExITModel
+from context_compressors.modeling.modeling_comprexit import ComprExITModel, WindowAttention
 from context_compressors.modeling.parts.pooling import mean_pool
-from context_compressors.modeling.parts.window_aggregation import WindowAttention
 
 
 @pytest.fixture

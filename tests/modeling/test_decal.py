@@ -9,12 +9,12 @@ from decal_models import GREEDY, SETTINGS, T5_FIELDS, VOCAB_SIZE, build
 from transformers import T5Config, T5ForConditionalGeneration
 
 from context_compressors import DeCALConfig, DeCALForConditionalGeneration, DeCALModel
-from context_compressors.modeling.parts.pooling import num_slots
-from context_compressors.modeling.parts.relative_positions import (
+from context_compressors.modeling.modeling_decal import (
     latent_position_ids,
     mask_bias,
     relative_position_bias,
 )
+from context_compressors.modeling.parts.pooling import num_slots
 
 
 @pytest.fixture

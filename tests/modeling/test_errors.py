@@ -440,3 +440,8 @@ def test_adapters_without_peft_say_what_to_install(form_case, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with raises(ImportError, "pip install peft"):
         form_case.build(encoder_lora={"rank": 4})
+
+
+def test_tensor_parallelism_is_refused(form_case):
+    with raises(ValueError, "tensor parallelism", "tp_plan='auto'", "device_map"):
+        type(form_case.model).from_pretrained("nowhere", tp_plan="auto")

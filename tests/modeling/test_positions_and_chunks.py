@@ -4,9 +4,9 @@
 import pytest
 import torch
 
+from context_compressors.modeling import modeling_comprexit
 from context_compressors.modeling.compressor import modeling_compressor
 from context_compressors.modeling.memory.compressed_context import CompressedContext
-from context_compressors.modeling.parts import layer_states
 from context_compressors.modeling.parts.attention_masks import run_backbone
 from context_compressors.modeling.parts.packing import take_places
 from context_compressors.modeling.parts.position_layout import decoder_position_ids, encoder_position_ids
@@ -20,7 +20,7 @@ class Seen:
 
     def __init__(self, model, monkeypatch):
         self.calls = []
-        for module in (modeling_compressor, layer_states):
+        for module in (modeling_compressor, modeling_comprexit):
             monkeypatch.setattr(module, "run_backbone", self._run)
 
     def _run(self, backbone, **kwargs):

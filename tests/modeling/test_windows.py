@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
-from context_compressors.modeling.modeling_comprexit import Transmission
-from context_compressors.modeling.parts.window_aggregation import WindowAttention, WindowMean
+from context_compressors.modeling.modeling_comprexit import Transmission, WindowAttention, WindowMean
 
 WIDTH = 5
 
