@@ -340,6 +340,9 @@ class CheckpointWithAdapters:
         self.passes = [getattr(module, PASSES)[0] for module in model.modules() if hasattr(module, PASSES)]
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # What is recomputed is the traced pass, whose adapters are fixed.
+            return self.checkpoint(function, *args, use_reentrant=False)
         active = [(passes, passes.names) for passes in self.passes]
         return self.checkpoint(
             function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _all_activated(active))
