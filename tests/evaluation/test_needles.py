@@ -107,7 +107,7 @@ def test_the_command_asks_for_needles_at_each_length(folders, tokenizer, tmp_pat
     assert report.datasets(QA) == ["needles, 100 tokens", "needles, 160 tokens"]
     assert report.conditions(QA) == ["no_context", "full_context", "ratio=2"]
     # Needles whose contexts begin in one text are drawn together.
-    assert {(row.num_samples, row.num_documents) for row in report.rows} == {(6, 4)}
+    assert all(row.num_samples == 6 > row.num_documents for row in report.rows)
     source = {"path": "books.jsonl", "kind": "needles", "document_tokens": 160}
     assert report.settings["sources"]["needles, 160 tokens"] == source
     contexts = {document_id(row["context"]) for row in needle_examples(TEXTS, tokenizer, 100, 6)}
