@@ -126,7 +126,7 @@ def evaluate_model(
             "ratios": ratios,
             **({"ratio_scale": model.config.ratio_scale} if "auto" in ratios else {}),
             "prompts": model_label(settings.prompts) if isinstance(settings.prompts, str) else settings.prompts,
-            "generation": greedy_decoding(model) | settings.generation,
+            "generation": {**greedy_decoding(model), **settings.generation},
             "bert_score_model": settings.bert_score_model and model_label(settings.bert_score_model),
             "dtype": str(model.dtype),
             "device": model.device.type,

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -172,7 +173,7 @@ def _key(sample: SampleAnswers) -> tuple[str, ...]:
 
 def _scores(run: Run, order: Sequence[tuple[str, ...]], condition: str, metric: str) -> list[float]:
     """A run's scores of a metric, in the order of the samples."""
-    scores = {_key(sample): sample.scores.get(condition, {}).get(metric) for sample in run}
+    scores: dict[tuple[str, ...], Any] = {_key(sample): sample.scores.get(condition, {}).get(metric) for sample in run}
     if None in scores.values():
         known = {name: sorted(metrics) for name, metrics in run[0].scores.items()}
         raise ValueError(f"there is no {metric!r} under the condition {condition!r}; there are {known}")

@@ -248,8 +248,8 @@ class EvaluationReport:
         found = {}
         for condition, average in averages.items():
             rows = [self._rows_of(dataset, task, condition) for dataset in weights]
-            ends = [row.intervals.get(name) for of_set in rows for row in of_set]
-            if not ends or None in ends or any(len(of_set) != 1 for of_set in rows):
+            ends = [row.intervals[name] for of_set in rows for row in of_set if row.intervals.get(name) is not None]
+            if not ends or any(len(of_set) != 1 for of_set in rows) or len(ends) != len(rows):
                 continue
             interval = ends[0] if len(ends) == 1 else interval_of_mean(average, ends, list(weights.values()))
             if interval is not None and not math.isnan(interval[0]):

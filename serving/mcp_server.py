@@ -41,7 +41,7 @@ class FileMemories:
     def compress(self, file: str, ratio: int | None = None) -> dict[str, Any]:
         """Compress a text file into a memory that `ask` answers from. `ratio` is the number of tokens per slot."""
         text, source = self._read(file)
-        memory = self.pipe.compress(text, ratio=ratio)
+        memory: Any = self.pipe.compress(text, ratio=ratio)
         self._memories[file] = source, memory
         tokens, slots = int(memory.num_context_tokens[0]), int(memory.num_slots[0])
         return {"file": file, "sha256": source, "tokens": tokens, "slots": slots}

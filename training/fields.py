@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -148,8 +149,8 @@ class DataArguments:
     def __post_init__(self) -> None:
         for name in ("sources", "eval_sources", "length_schedule", "task_schedule"):
             setattr(self, name, _structured(name, getattr(self, name), list))
-        ones = ("max_context_tokens", "min_context_tokens", "questions_per_example", "group_batches")
-        ones = (*ones, "num_eval_examples", "max_document_tokens", "max_query_tokens")
+        lengths = ("max_context_tokens", "min_context_tokens", "max_document_tokens", "max_query_tokens")
+        ones = (*lengths, "questions_per_example", "group_batches", "num_eval_examples")
         # A target is at least a token and the EOS behind it.
         _check_range(self, {**dict.fromkeys(ones, 1), "max_target_tokens": 2})
         if self.min_context_tokens > self.max_context_tokens:
@@ -208,7 +209,11 @@ class TrainingFields:
 
     def check_fields(self) -> None:
         """Read `ratio_schedule` from its text; `ValueError` names the first field whose value is not allowed."""
-        choices = {"objective": OBJECTIVES, "optimizer": OPTIMIZERS, "ratio_mode": RATIO_MODES}
+        choices: dict[str, Iterable[Any]] = {
+            "objective": OBJECTIVES,
+            "optimizer": OPTIMIZERS,
+            "ratio_mode": RATIO_MODES,
+        }
         for name, allowed in {**choices, "context_mode": CONTEXT_MODES, "save_dtype": (None, *DTYPES)}.items():
             check_choice(name, getattr(self, name), allowed)
         self.ratio_schedule = _structured("ratio_schedule", self.ratio_schedule, list)

@@ -2374,7 +2374,7 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     tensors, scales = _checked_carrier(memory), scale_tensors(memory)
     rows, slots = tensors[0].shape[0], tensors[0].shape[-2]
     shapes: dict[str, tuple[int, ...]] = {"attention_mask": (rows, slots), "position_ids": (rows, slots)}
-    optional = {"question_fingerprints": (rows,)}
+    optional: dict[str, tuple[int, ...]] = {"question_fingerprints": (rows,)}
     if memory.key_values is not None:
         optional |= {name: (rows, slots, num_heads_of(memory)) for name in PAIR_FIELDS}
     shapes |= {"num_context_tokens": (rows,)} | ({"ratio": (rows,)} if isinstance(memory.ratio, Tensor) else {})
@@ -2933,7 +2933,7 @@ def _packed_key_values(
         if not all(torch.equal(frequencies.cpu(), memory.inverse_frequencies.cpu()) for memory in memories):
             raise ValueError("memories of different inverse_frequencies cannot be concatenated")
     places = order[:, None, :, None], mask[:, None, :, None]
-    packed = []
+    packed: list[tuple[Any, ...]] = []
     for pairs in zip(*(memory.key_values for memory in memories), strict=True):
         keys, values = map(list, zip(*pairs, strict=True))
         if offsets is not None:

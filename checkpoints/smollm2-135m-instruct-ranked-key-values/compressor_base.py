@@ -2466,7 +2466,7 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     tensors, scales = _checked_carrier(memory), scale_tensors(memory)
     rows, slots = tensors[0].shape[0], tensors[0].shape[-2]
     shapes: dict[str, tuple[int, ...]] = {"attention_mask": (rows, slots), "position_ids": (rows, slots)}
-    optional = {"question_fingerprints": (rows,)}
+    optional: dict[str, tuple[int, ...]] = {"question_fingerprints": (rows,)}
     if memory.key_values is not None:
         optional |= {name: (rows, slots, num_heads_of(memory)) for name in PAIR_FIELDS}
     shapes |= {"num_context_tokens": (rows,)} | ({"ratio": (rows,)} if isinstance(memory.ratio, Tensor) else {})
@@ -3025,7 +3025,7 @@ def _packed_key_values(
         if not all(torch.equal(frequencies.cpu(), memory.inverse_frequencies.cpu()) for memory in memories):
             raise ValueError("memories of different inverse_frequencies cannot be concatenated")
     places = order[:, None, :, None], mask[:, None, :, None]
-    packed = []
+    packed: list[tuple[Any, ...]] = []
     for pairs in zip(*(memory.key_values for memory in memories), strict=True):
         keys, values = map(list, zip(*pairs, strict=True))
         if offsets is not None:
@@ -6102,7 +6102,9 @@ def pairs_by_head(memory: CompressedContext) -> list[list[HeadGroup]]:
         if len(of_rows) == 1:
             bounds = [slice(*starts[0][head : head + 2]) for _, head in places]
             views = [[states[:, None, part] for states in flat] for part in bounds]
-            layers.append([HeadGroup(slice(i, i + 1), slice(None), *both, None) for i, both in enumerate(views)])
+            layers.append(
+                [HeadGroup(slice(i, i + 1), slice(None), keys, values, None) for i, (keys, values) in enumerate(views)]
+            )
             continue
         groups: list[list[tuple[int, int]]] = []
         for row, head in sorted(places, key=lambda place: -of_rows[place[0]][place[1]]):
@@ -6171,7 +6173,8 @@ def attend_by_heads(
         outputs.append(attention(module, queries[group.heads], *both, mask, **kwargs)[0])
     output = torch.cat(outputs)
     if isinstance(groups[0].heads, Tensor):
-        output = output[torch.cat([group.heads for group in groups]).argsort()]
+        order: Any = [group.heads for group in groups]
+        output = output[torch.cat(order).argsort()]
     return output.unflatten(0, (batch_size, num_heads)).transpose(1, 2).flatten(2, 3), None
 
 

@@ -190,7 +190,7 @@ class RankedKeyValuesModel(HeadwiseModel):
     def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
         return {name: arguments.pop(name) for name in ("own_losses",) if name in arguments}
 
-    def encode(
+    def encode(  # type: ignore[override]
         self, chunks: Chunks, ratios: Sequence[int | Tensor], own_losses: list[Tensor] | None = None
     ) -> list[HeadwisePairs]:
         """See [`CompressorBackbone.encode`]; `own_losses` takes each row's error of (6) while the model trains."""

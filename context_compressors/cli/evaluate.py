@@ -84,9 +84,8 @@ def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings
         for name in config:
             check_choice(f"setting of {arguments.config}:", name, allowed)
         fields |= config
-    return EvaluationSettings(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    )
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return EvaluationSettings(**fields)
 
 
 def max_new_tokens_from_arguments(values: Sequence[str]) -> dict[str, int]:

@@ -87,7 +87,9 @@ def pairs_by_head(memory: CompressedContext) -> list[list[HeadGroup]]:
         if len(of_rows) == 1:
             bounds = [slice(*starts[0][head : head + 2]) for _, head in places]
             views = [[states[:, None, part] for states in flat] for part in bounds]
-            layers.append([HeadGroup(slice(i, i + 1), slice(None), *both, None) for i, both in enumerate(views)])
+            layers.append(
+                [HeadGroup(slice(i, i + 1), slice(None), keys, values, None) for i, (keys, values) in enumerate(views)]
+            )
             continue
         groups: list[list[tuple[int, int]]] = []
         for row, head in sorted(places, key=lambda place: -of_rows[place[0]][place[1]]):
@@ -164,7 +166,8 @@ def attend_by_heads(
         outputs.append(attention(module, queries[group.heads], *both, mask, **kwargs)[0])
     output = torch.cat(outputs)
     if isinstance(groups[0].heads, Tensor):
-        output = output[torch.cat([group.heads for group in groups]).argsort()]
+        order: Any = [group.heads for group in groups]
+        output = output[torch.cat(order).argsort()]
     return output.unflatten(0, (batch_size, num_heads)).transpose(1, 2).flatten(2, 3), None
 
 

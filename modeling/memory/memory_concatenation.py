@@ -183,7 +183,7 @@ def _packed_key_values(
         if not all(torch.equal(frequencies.cpu(), memory.inverse_frequencies.cpu()) for memory in memories):
             raise ValueError("memories of different inverse_frequencies cannot be concatenated")
     places = order[:, None, :, None], mask[:, None, :, None]
-    packed = []
+    packed: list[tuple[Any, ...]] = []
     for pairs in zip(*(memory.key_values for memory in memories), strict=True):
         keys, values = map(list, zip(*pairs, strict=True))
         if offsets is not None:

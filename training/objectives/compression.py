@@ -32,7 +32,7 @@ def load(model_args: ModelArguments, args: TrainingConfig) -> tuple[PreTrainedMo
     """Load the compressor that a recipe names, and its tokenizer; `ValueError` when it cannot have the objective."""
     tokenizer = load_tokenizer(model_args)
     model = load_compressor(model_args, tokenizer)
-    allowed = ("compression", "distillation", "joint", "segments", "windows")
+    allowed: tuple[str, ...] = ("compression", "distillation", "joint", "segments", "windows")
     if model.config.is_encoder_decoder:
         allowed = ("denoising", "compression")
     check_choice(f"objective of {model.config.method}:", args.objective, allowed)

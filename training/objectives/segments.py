@@ -207,7 +207,7 @@ def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingCo
             longest = config.encoder_limit - num_slots
         if config.memory_tokens == "by_ratio":
             longest = min(longest, config.num_memory_tokens * min(config.compression_ratios))
-    cutting = {
+    cutting: dict[str, Any] = {
         "substeps": args.training_substeps,
         "segments_per_substep": args.segments_per_substep,
         "is_random": args.random_segments,
