@@ -152,8 +152,8 @@ class SnapKVForCausalLM(CompressorForCausalLM):
         """
         question = inputs if input_ids is None else input_ids
         context = {"context_input_ids": context_input_ids, "context_attention_mask": context_attention_mask}
-        is_asked = self.config.compresses_questions and isinstance(question, Tensor)
-        if memory is None and context_input_ids is not None and is_asked:
+        is_alone = memory is None and self.config.compresses_questions
+        if is_alone and context_input_ids is not None and isinstance(question, Tensor):
             if attention_mask is None:
                 attention_mask = self._mask_of_pads(question, kwargs)
             asked = {"question_input_ids": question, "question_attention_mask": attention_mask}
