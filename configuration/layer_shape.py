@@ -89,10 +89,6 @@ class LayerShape:
         """Operations of the whole layer; arguments as `parts`."""
         return sum(self.parts(length, num_past).values())
 
-    def future_flops(self, length: int) -> int:
-        """Operations of equation 9 between `length` tokens and later ones, which a causal kernel need not do."""
-        return self.num_heads * (4 * self.head_dim + 1) * (length * (length - 1) // 2)
-
     def cross_attention_flops(self, length: int, num_states: int, new_states: bool) -> int:
         """Operations of cross-attention by equation 9, with the keys and values of an encoder's output.
 

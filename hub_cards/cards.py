@@ -85,7 +85,7 @@ class Score:
         full_context: the same questions with the whole context.
         split: data split; None where the data has none by name.
         interval: 95 % interval of `value`.
-        alternatives: what else was tried at the same number of decoder positions -> its score, such as "cut text".
+        alternatives: what else was tried at as many decoder positions -> its score, such as "truncated text".
         reached_ratio: context tokens a slot, where the ratio is "auto".
         retention: (value - no_context) / (full_context - no_context) of the task's main metric, in percent.
         slots: of a document, on average.

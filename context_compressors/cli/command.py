@@ -169,12 +169,6 @@ MAX_TOKENS = argument(
 ALLOW_UNTRAINED_RATIO = argument(
     "--allow-untrained-ratio", action="store_true", help="go on with a ratio that the model was not trained for"
 )
-RATIO_SCALE = argument(
-    "--ratio-scale",
-    type=float,
-    metavar="S",
-    help="of ratio auto: added to log2 of the ratio, so that 1 asks for twice as high a one (default: as saved)",
-)
 PROMPTS = argument(
     "--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the checkpoint's own)"
 )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Systems = dict[str, list[list["SampleAnswers"]]]
 
 _EXAMPLES = """
-# Slots at 4x beside cut text, BM25's sentences and the full text, on the same questions:
+# Slots at 4x beside truncated text, BM25 sentences and the full text, on the same questions:
 context-compressors compare answers.jsonl --conditions ratio=4 cut=4 bm25=4 full_context
 
 # Two checkpoints at every ratio that both have; three seeds of the first one, two of the second:
