@@ -22,7 +22,7 @@ test-fast: $(VENV)/.installed-dev
 
 # Other systems that this package works with, some of them large, and transformers' own tests of models.
 test-integrations: $(INTEGRATIONS)/.installed
-	$(INTEGRATIONS)/bin/python -P -m pytest -n0 tests/integrations tests/suites $(PYTEST_ARGS)
+	EVERY_METHOD=1 $(INTEGRATIONS)/bin/python -P -m pytest -n0 tests/integrations tests/suites tests/modeling/test_compiled.py $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.installed-dev
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PYTEST) tests/fuzz $(PYTEST_ARGS)

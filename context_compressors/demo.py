@@ -24,9 +24,9 @@ from tqdm.auto import tqdm
 from transformers import Pipeline, pipeline
 from transformers.utils import logging
 
+from .evaluation.metrics import holds_answer
 from .modeling.checkpoint.pretrained_bases import pretrained_base
 from .reporting.tables import markdown_table
-from .serving.page_view import holds_answer
 
 CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "smollm2-135m-instruct-ranked-key-values"
 PAGES = Path(__file__).resolve().parent / "demo_documents"

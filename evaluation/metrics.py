@@ -31,6 +31,12 @@ def normalize_answer(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
 
+def holds_answer(answer: str, accepted: Sequence[str]) -> bool:
+    """Whether an answer holds one of the accepted ones as whole words, both in SQuAD's normal form."""
+    given = f" {normalize_answer(answer)} "
+    return any(f" {normalize_answer(text)} " in given for text in accepted)
+
+
 def squad_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     """Exact match and token F1 with SQuAD's normalisation, each the best over a question's references."""
     check_references(predictions, references)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ..evaluation.analysis.slot_origins import ATTENTION, KEPT, PLAN, WINDOWS
-from ..evaluation.metrics import normalize_answer
+from ..evaluation.metrics import holds_answer
 from .page_answers import Answer, Inside
 
 _KINDS = {
@@ -99,12 +99,6 @@ def _card(
         for (name, values, shown), value in zip(rows, own, strict=True)
     )
     return f'{head}{body}<dl class="cc-costs">{items}</dl></article>'
-
-
-def holds_answer(answer: str, accepted: Sequence[str]) -> bool:
-    """Whether an answer holds one of the accepted ones as whole words, both in SQuAD's normal form."""
-    given = f" {normalize_answer(answer)} "
-    return any(f" {normalize_answer(text)} " in given for text in accepted)
 
 
 def size_text(count: float) -> str:

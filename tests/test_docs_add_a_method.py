@@ -155,14 +155,12 @@ def test_the_method_trains_answers_and_gets_its_card(copied: Path):
     train, *later = [[part.strip('"') for part in command] for command in commands()]
     run(copied, "-m", "context_compressors.cli", *train)
     # In one process, which does not know the method from its training.
-    later.append(["flops", "llama-2-7b", "--ratios", "4"])
-    lines = ["from context_compressors.cli import main", f"for command in {later}:", "    print(*command)"]
-    rows = run(copied, "-c", "\n".join([*lines, "    assert not main(command), command"])).partition("\nflops ")[2]
+    lines = ["from context_compressors.cli import main", f"for command in {later}:", "    assert not main(command)"]
+    run(copied, "-c", "\n".join(lines))
     folder = copied / "outputs" / "window_end"
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert "Window ends. A causal language model" in card
     assert "It was trained for three steps." in card
     assert "| Learned map behind the encoder | True |" in card
     assert (folder / "modeling_window_end.py").is_file()
-    assert "| window_end" in rows
     assert "| window ends, a toy |" in (copied / "README.md").read_text(encoding="utf-8")

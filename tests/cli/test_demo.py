@@ -19,11 +19,10 @@ from context_compressors import cli, demo
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.data.task_tokens import add_task_tokens
-from context_compressors.evaluation.metrics import normalize_answer
+from context_compressors.evaluation.metrics import holds_answer, normalize_answer
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.modeling.parts.chat_template import opening_ids
-from context_compressors.serving.page_view import holds_answer
 
 PAGES = demo.read_pages()
 CHAT = (

@@ -198,7 +198,6 @@ def test_wrong_files_and_columns_are_named(folder, fields, message):
         ({"path": "x", "kind": "vt"}, "kind of source 'x' goes with generated: true, got 'vt'"),
         ({"name": "x", "streaming": True}, "streaming of source 'x' needs the name of a data set, and rows or max_s"),
         ({"path": "x", "where": {"length": {"under": 9}}}, r"where of source 'x': length must be a value, .* range"),
-        ({"path": "x", "license": "MIT"}, "did you mean 'licence'"),
         ({"path": "x", "columns": {"contxt": "y"}}, "did you mean 'context'"),
         ({"generated": True, "tasks": ["summarisation"]}, "no summaries"),
         ({"path": "x", "weight": "inf"}, "must be above 0 and finite, got inf"),

@@ -117,6 +117,7 @@ def test_alternatives_have_the_positions_of_the_slots_and_the_reader_of_the_full
             # A byte a token; the next question may pick other sentences.
             kept = sum(len(row["context"]) for row in ROWS) if kind == "bm25" else sum(slots)
             own = {"memory_bytes": pytest.approx(kept / 3), "decoder_positions": positions}
+            assert costs[f"{kind}={ratio}"].pop("cache_bytes") > kept / 3
             assert costs[f"{kind}={ratio}"] == own
         shortened = [{**row, "context": row["context"][:n]} for row, n in zip(ROWS, slots, strict=True)]
         expected = naive_answers(teacher, tokenizer, "full_context", shortened, 6)

@@ -7,9 +7,10 @@ import os
 import sys
 
 import pytest
-from mcp import Client, StdioServerParameters, stdio_client
 
-from context_compressors.serving.mcp_server import create_mcp_server
+REASON = "needs the extra mcp: make test-integrations"
+mcp = pytest.importorskip("mcp", reason=REASON)
+create_mcp_server = pytest.importorskip("context_compressors.serving.mcp_server", reason=REASON).create_mcp_server
 
 TEXT = "The Harbour Museum opened in 1974. Its founder, Clara Holm, gave it forty ships."
 
@@ -27,7 +28,7 @@ def call(server, *calls):
     """The results of tool calls, in one session."""
 
     async def run():
-        async with Client(server) as client:
+        async with mcp.Client(server) as client:
             return [await client.call_tool(name, arguments) for name, arguments in calls]
 
     return asyncio.run(run())
@@ -36,10 +37,10 @@ def call(server, *calls):
 def test_an_agent_compresses_asks_and_expands_over_stdio(small_checkpoints, memories, folder):
     checkpoint = str(small_checkpoints / "mean_pooling")
     words = ["-P", "-m", "context_compressors.cli", "mcp", checkpoint, str(folder), "--device", "cpu"]
-    server = stdio_client(StdioServerParameters(command=sys.executable, args=words, env=dict(os.environ)))
+    server = mcp.stdio_client(mcp.StdioServerParameters(command=sys.executable, args=words, env=dict(os.environ)))
 
     async def run():
-        async with Client(server) as client:
+        async with mcp.Client(server) as client:
             assert [tool.name for tool in (await client.list_tools()).tools] == ["compress", "ask", "expand"]
             made = await client.call_tool("compress", {"file": "museum.txt", "ratio": 4})
             asked = await client.call_tool("ask", {"file": "museum.txt", "question": "Who?", "max_new_tokens": 4})

@@ -87,9 +87,7 @@ def test_loss_is_the_sum_of_every_ratios_own_cross_entropy(make_trainer, dataset
     [
         ("left", {}),
         ("right", {}),
-        ("right", {"torch_compile_backend": "eager", "max_steps": 2}),
         ("right", {"torch_compile_backend": "eager", "max_steps": 1, "gradient_checkpointing": True}),
-        ("right", {"torch_compile_backend": "inductor", "max_steps": 1}),
     ],
 )
 def test_stock_sft_trainer_trains_with_the_collator(dataset, tokenizer, compressor, tmp_path, padding_side, settings):
