@@ -222,7 +222,7 @@ def _by_slot(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _of_slots(slots: Tensor, form: MemoryForm, widths: Sequence[int]) -> Any:
-    """What `_by_slot` joined, `(batch_size, num_slots, entries of a slot)`: embeddings, or pairs of each layer."""
+    """Split `(batch_size, num_slots, entries of a slot)` of `_by_slot` into embeddings, or pairs of each layer."""
     if slots.dtype != torch.uint8:
         dtypes: list[torch.dtype] = [slots.dtype] * len(widths)
     else:

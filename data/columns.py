@@ -160,12 +160,12 @@ def joined_lists(lists: pyarrow.ChunkedArray, between: str) -> pyarrow.ChunkedAr
 
 
 def is_list(kind: pyarrow.DataType) -> bool:
-    """Whether a column holds lists, such as answers, or contexts of passages."""
+    """Return True if a column holds lists, such as answers, or contexts of passages."""
     return pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
 
 
 def is_text(kind: pyarrow.DataType) -> bool:
-    """Whether a column holds texts."""
+    """Return True if a column holds texts."""
     return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
 
 

@@ -80,7 +80,7 @@ class Conversion:
 
     @property
     def reasons(self) -> str:
-        """How many rows were left out, by reason."""
+        """Return the number of rows that were left out, by reason."""
         return ", ".join(f"{count:,} without {name}" for name, count in self.skipped.items() if count)
 
 
@@ -198,7 +198,7 @@ def _cast(table: pyarrow.Table, schema: pyarrow.Schema) -> pyarrow.Table:
 def _rows(
     entry: PublishedSet, split: str, source: str | None, on_rows: Callable[[int], Any]
 ) -> Iterator[Mapping[str, Any]]:
-    """What was published, as one record for each of our rows."""
+    """Yield the published data as one record for each of our rows."""
     if source is None:
         files: list[tuple[Iterable[Mapping[str, Any]], Path | None, str | None]] = [
             (_hub_records(entry, entry.config, split), None, entry.table_rows)

@@ -33,7 +33,7 @@ def source_ids(source_texts: Sequence[str] | None) -> list[str]:
 
 
 def ends_as_source(text: str, source_texts: Sequence[str] | None) -> bool:
-    """Whether a row's text comes to the end of a document, and is not cut from the middle of longer texts."""
+    """Return True if a row's text reaches the end of a document; False if it is cut from a longer text."""
     end, wholes = text.rstrip(), _whole_texts(source_texts)
     return not wholes or any(whole.rstrip().endswith(end) for whole in wholes)
 

@@ -15,6 +15,7 @@ from .command import (
     LOADING,
     MAX_TOKENS,
     OVERWRITE,
+    REVISION,
     argument,
     command,
     positive_int,
@@ -31,7 +32,7 @@ MEMORY_SUFFIX = ".safetensors"
 
 # Of both commands that read documents with a compressor.
 MODEL = argument("model", help="Hub id or folder of a compressor")
-READING = (COLUMN, MAX_TOKENS, ALLOW_UNTRAINED_RATIO, *LOADING)
+READING = (COLUMN, MAX_TOKENS, ALLOW_UNTRAINED_RATIO, REVISION, *LOADING)
 
 _EXAMPLES = """
 context-compressors compress my-compressor report.txt minutes.txt --output memories
@@ -46,6 +47,7 @@ def load_pipeline(
     check_ratios(arguments.model, ratios, arguments)
     model, tokenizer = load_compressor(
         arguments.model,
+        arguments.revision,
         trust_remote_code=arguments.trust_remote_code,
         device=arguments.device,
         dtype=arguments.dtype,

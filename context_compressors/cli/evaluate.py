@@ -137,7 +137,7 @@ def _datasets(arguments: argparse.Namespace, tokenizer: Any) -> list[EvaluationD
 
 
 def _records(arguments: argparse.Namespace, on_hub: bool) -> dict[str, TrainingDocuments | None]:
-    """What trained and chose the models, and what is said to have chosen them."""
+    """Return the documents that trained and chose the models, and those of `--chosen-by` and the like."""
     from ..data.document_ids import TrainingDocuments
     from ..evaluation.evaluate import model_label
     from ..evaluation.held_out import add_record, reported_documents
@@ -153,7 +153,7 @@ def _records(arguments: argparse.Namespace, on_hub: bool) -> dict[str, TrainingD
 
 
 def _writer(arguments: argparse.Namespace, earlier: EvaluationReport | None) -> Callable[[EvaluationReport], None]:
-    """What writes a report to `--output` as it grows, and its answers to `--keep-answers`."""
+    """Return a function that writes the growing report to `--output` and its answers to `--keep-answers`."""
     from ..evaluation.answers_file import AnswersFile
 
     done = set() if earlier is None else {(row.dataset, row.task) for row in earlier.rows}

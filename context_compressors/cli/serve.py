@@ -7,7 +7,7 @@ import argparse
 import os
 import sys
 
-from .command import LOADING, MEMORY_DTYPE, argument, command, positive_int
+from .command import LOADING, MEMORY_DTYPE, REVISION, argument, command, positive_int
 from .compress import load_pipeline
 
 API_KEY = "CONTEXT_COMPRESSORS_API_KEY"
@@ -49,6 +49,7 @@ context-compressors serve my-compressor --store memories.lance --port 8080
     argument(
         "--grace", type=positive_int, default=30, help="seconds to end what runs when it stops (default: %(default)s)"
     ),
+    REVISION,
     *LOADING,
     examples=_EXAMPLES,
 )
