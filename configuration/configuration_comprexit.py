@@ -56,8 +56,8 @@ class ComprExITConfig(CompressorConfig):
             receivers' mass does not divide (12). The map W_l of equation 5 is one for all layers, as its layer
             embedding and the share of extra parameters tell.
         segment_windows (`int`, defaults to 4):
-            Windows that the encoder reads at a time in inference; the hidden states of all layers are held for no more
-            than these.
+            Windows that the encoder reads at a time in inference, on an accelerator at least 8,192 tokens in all; the
+            hidden states of all layers are held for no more than these.
         kwargs: fields of [`CompressorConfig`].
     """
 

@@ -143,6 +143,11 @@ def _slot_mask(mask: Tensor, ratio: int) -> Tensor:
     return (torch.arange(num_slots, device=mask.device) < counts[:, None]).long()
 
 
+# Tokens whose states across the layers the gate sums at a time: on a CPU as many as its cache holds.
+_GATE_TOKENS, _GATE_TOKENS_CPU = 4096, 128
+# Tokens of all rows that an encoder on an accelerator reads at a time: shorter passes cost launches and masks.
+_SEGMENT_TOKENS = 8192
+
 Reduction = Callable[[Sequence[Tensor]], Tensor]
 
 
@@ -243,7 +248,16 @@ class LayerGate(nn.Module):
     def forward(self, hidden_states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Anchors `(batch_size, num_tokens, hidden_size)` and weights `(batch_size, num_tokens, num_states)`."""
         # Literally l = 1 ... L; the embeddings stand in front as layer 0.
-        states = torch.stack(list(hidden_states[self.first_state :]), dim=2).float()
+        layers = [states.flatten(0, 1) for states in hidden_states[self.first_state :]]
+        # In blocks of tokens, since a copy of all states in float32 costs more time and memory than the sums.
+        block_size = _GATE_TOKENS_CPU if layers[0].device.type == "cpu" else _GATE_TOKENS
+        blocks = zip(*(states.split(block_size) for states in layers), strict=True)
+        anchors, weights = zip(*(self._gate(torch.stack(block, dim=1).float()) for block in blocks), strict=True)
+        shape = hidden_states[0].shape[:2]
+        return torch.cat(anchors).unflatten(0, shape), torch.cat(weights).unflatten(0, shape)
+
+    def _gate(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward` for states `(num_tokens, num_states, hidden_size)` in float32."""
         with torch.autocast(states.device.type, enabled=False):
             # Equation 4: h~_t = sum_l w_l h_t^(l), the w_l a softmax.
             mixture = self.layer_prior.float().softmax(dim=0) @ states
@@ -391,10 +405,16 @@ class ComprExITModel(CompressorModel):
         """The encoder's states, reduced across the layers; see [`reduce_layer_states`]."""
         segment_length = None
         if not (torch.is_grad_enabled() or self.training):
-            segment_length = self.config.segment_windows * self.config.window_size
+            segment_length = self._segment_length(chunks.input_ids)
         backbone, inputs = self.encoder_backbone, (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
         with self._adapter(backbone, ENCODER):
             return reduce_layer_states(backbone, reduce, *inputs, segment_length, chunks.is_full)
+
+    def _segment_length(self, input_ids: Tensor) -> int:
+        num_windows, window_size = self.config.segment_windows, self.config.window_size
+        if input_ids.device.type != "cpu":
+            num_windows = max(num_windows, _SEGMENT_TOKENS // (len(input_ids) * window_size))
+        return num_windows * window_size
 
     def _slots(self, anchors: Tensor, mask: Tensor, ratio: int | Tensor) -> Tensor:
         if isinstance(ratio, Tensor):

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
 from context_compressors.evaluation.analysis.slot_origins import information_flow
+from context_compressors.modeling import modeling_comprexit
 from context_compressors.modeling.modeling_comprexit import ComprExITModel
 
 # transformers has no sdpa for Gemma 2.
@@ -85,6 +86,22 @@ def test_only_one_segments_states_are_held_in_inference(comprexit):
     assert found == num_states * 8 * width * 4
     whole = peak_of_held_states(model.train(), lambda: model.compress(ids, ratio=2))
     assert whole == num_states * 64 * width * 4
+
+
+def test_the_gate_reads_blocks_of_tokens_as_one(comprexit, monkeypatch):
+    gate = comprexit.build(decoder_lora=None).model.layer_gate
+    states = [torch.randn(2, 13, 32) for _ in range(3)]
+    expected = gate(states)
+    monkeypatch.setattr(modeling_comprexit, "_GATE_TOKENS_CPU", 4)
+    for found, whole in zip(gate(states), expected, strict=True):
+        torch.testing.assert_close(found, whole)
+
+
+def test_an_accelerator_reads_longer_segments(comprexit):
+    model = comprexit.build(window_size=128).model
+    assert model._segment_length(torch.empty(2, 2048)) == 4 * 128
+    assert model._segment_length(torch.empty(2, 2048, device="meta")) == 4096
+    assert model._segment_length(torch.empty(64, 2048, device="meta")) == 4 * 128
 
 
 def test_a_frozen_base_keeps_no_activations(comprexit):
