@@ -65,8 +65,8 @@ class DataSource:
             `contexts_per_document` joins, stay apart: each is compressed by itself, and they are read together. A
             column `context` of lists of texts always does.
         by: in an evaluation, a data set of its own for each value of this column.
-        kind: only this kind of generated document; in an evaluation also a task of RULER, see `evaluation.ruler`.
-        document_tokens: in an evaluation, length of generated documents, or of a task of RULER.
+        kind: only this kind of generated document; in an evaluation also "needles".
+        document_tokens: in an evaluation, length of generated documents and of needles' contexts.
         contexts_per_document: of questions: up to so many neighbouring contexts of the source, a number drawn for each
             example, are joined to one document with blank lines between them, as far as they fit.
         columns: where the source has other names: our column -> its column, with dots into structs, e.g.

@@ -22,10 +22,9 @@ from ..data.rows import PassageText, distinct_texts, read_rows
 from ..data.sources import COLUMNS, DataSource, parse_sources
 from ..data.synthetic_documents import KINDS, GeneratedDocument, generate_document
 from ..modeling.parts.text_ids import encode
-from . import ruler
 from .evaluate import model_label
 from .needles import NEEDLES, needle_examples
-from .samples import EvaluationDataset, accepted_answers
+from .samples import EvaluationDataset
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +32,7 @@ logger = logging.getLogger(__name__)
 _NOT_IN_REPORT = ("title", "tasks", "weight", "licence")
 _HOPS = {"one_hop": 1, "two_hop": 2}
 _ATTEMPTS = 100
+RULER = "simonjegou/ruler"
 
 
 def load_datasets(
@@ -49,13 +49,13 @@ def load_datasets(
 
     Args:
         sources: in any form that `parse_sources` takes; a `max_samples` of theirs is drawn for each task, and a source
-            with `by` becomes a data set for each value of that column. Of kind "needles" or a task of RULER, their
-            running text or questions become contexts of one length.
+            with `by` becomes a data set for each value of that column. Of kind "needles", their running text becomes
+            contexts of one length.
         tokenizer: measures the length of generated documents.
         domain: "in" or "out".
         data_dir: folder that files are relative to.
-        seed: draws generated documents, needles and tasks of RULER.
-        num_documents: number of generated documents, of needles, and of questions of a RULER task.
+        seed: draws generated documents and needles.
+        num_documents: number of generated documents, and of needles.
         document_tokens: length limit of these, where their source has none.
 
     Raises:
@@ -72,31 +72,28 @@ def load_datasets(
                 f"evaluation asks about each alone: leave it out, got {source.contexts_per_document}"
             )
         length, number = source.document_tokens or document_tokens, source.max_samples or num_documents
-        if source.kind in (NEEDLES, *ruler.TASKS):
-            of_source = [_hidden_facts(source, tokenizer, domain, data_dir, seed, number, length)]
+        if source.kind == NEEDLES:
+            of_source = [_needles(source, tokenizer, domain, data_dir, seed, number, length)]
         elif source.generated:
             examples = _generated_examples(source, tokenizer, seed, num_documents, length)
             of_source = [EvaluationDataset(data_set_name(source), examples, domain, source.max_samples, source.tasks)]
         else:
-            if source.kind is not None:
-                check_choice(f"kind of source {source.label!r}:", source.kind, (NEEDLES, *ruler.TASKS))
             of_source = _read(source, domain, data_dir, seed)
         datasets += [replace(data, source=source_in_report(source)) for data in of_source]
     return datasets
 
 
 def sources_of_task(sources: Sequence[str], task: str, lengths: Sequence[int]) -> list[DataSource]:
-    """The sources of "needles" or "ruler": each as contexts of each length, and of RULER as all of its tasks."""
-
-    def kinds(source: DataSource) -> Sequence[str]:
-        if task == NEEDLES or source.kind is not None:
-            return [source.kind or NEEDLES]
-        return ruler.GENERATED_TASKS if source.generated else ruler.ESSAY_TASKS
-
+    """The sources of "needles", contexts of each length, or of "ruler" as kvpress publishes it at each length."""
+    if task == NEEDLES:
+        return [
+            replace(source, kind=NEEDLES, document_tokens=length)
+            for source in parse_sources(sources)
+            for length in lengths
+        ]
     return [
-        replace(source, kind=kind, document_tokens=length)
-        for source in parse_sources(sources)
-        for kind in kinds(source)
+        DataSource(name=name, config=str(length), split="test", by="task", title=f"RULER {length}")
+        for name in sources or [RULER]
         for length in lengths
     ]
 
@@ -155,7 +152,7 @@ def _read(source: DataSource, domain: str, data_dir: str | None, seed: int) -> l
     ]
 
 
-def _hidden_facts(
+def _needles(
     source: DataSource,
     tokenizer: PreTrainedTokenizerBase,
     domain: str,
@@ -164,26 +161,14 @@ def _hidden_facts(
     number: int,
     num_tokens: int,
 ) -> EvaluationDataset:
-    """Needles in running text, or a task of RULER, in contexts of one length."""
-    texts, questions = [], []
-    if not source.generated:
-        # A stream needs an end.
-        needs_samples = source.streaming and source.rows is None
-        table = read_rows(source if needs_samples else replace(source, max_samples=None), data_dir, seed)
-        if source_ids_of(table):
-            raise ValueError(f"source {source.label!r}: {source.kind} takes whole texts, and rows name source_texts")
-        texts = distinct_texts(table)
-        if {"context", "question", "answers"} <= set(table.column_names):
-            rows = table.select(["context", "question", "answers"]).to_pylist()
-            questions = [
-                {**row, "answers": accepted_answers(row["answers"], source.label, place)}
-                for place, row in enumerate(rows)
-            ]
-    if source.kind == NEEDLES:
-        examples = needle_examples(texts, tokenizer, num_tokens, number, seed)
-    else:
-        examples = ruler.ruler_examples(str(source.kind), tokenizer, num_tokens, number, seed, texts, questions)
-    name = f"{source.title or source.kind}, {num_tokens} tokens"
+    """Needles in running text, in contexts of one length."""
+    # A stream needs an end.
+    needs_samples = source.streaming and source.rows is None
+    table = read_rows(source if needs_samples else replace(source, max_samples=None), data_dir, seed)
+    if source_ids_of(table):
+        raise ValueError(f"source {source.label!r}: needles take whole texts, and rows name source_texts")
+    examples = needle_examples(distinct_texts(table), tokenizer, num_tokens, number, seed)
+    name = f"{source.title or NEEDLES}, {num_tokens} tokens"
     return EvaluationDataset(name, examples, domain, only=("question_answering",))
 
 
@@ -193,7 +178,7 @@ def _generated_examples(
     if source.config is not None:
         check_choice("kind of generated questions:", source.config, _HOPS)
     if source.kind is not None:
-        check_choice("kind of generated documents:", source.kind, [*KINDS, *ruler.TASKS, *_HOPS])
+        check_choice("kind of generated documents:", source.kind, [*KINDS, *_HOPS])
     hops = _HOPS.get(source.config or "")
     rng = random.Random(f"{seed}/evaluation")
     examples = []

@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of scores: by ratio, model size, domain and length, and training curves."""
+"""Pictures of scores: by ratio, model size, domain and length.
+
+A figure has its own canvas: neither pyplot nor matplotlib's global settings are touched.
+"""
 
 import math
 import os
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from .curves import Curve
-from .figures import COLOURS, MARKERS, blank_figure, line_figure, save_figure, save_with_legend
 from .report import EvaluationReport
 from .rows import FULL_CONTEXT, NO_CONTEXT, ascending, ratio_condition, ratio_of
 
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+MARKERS = "osD^vPX"
+# Letters beside each other under the axes.
+_LEGEND_WIDTH = 90
 _LABELS = {
     "f1": "F1",
     "rouge1": "ROUGE-1",
@@ -146,29 +154,6 @@ def plot_needles(report: EvaluationReport, datasets: Sequence[str], path: str | 
     return save_figure(figure, path)
 
 
-def plot_curves(curves: Sequence[Curve], metric: str, path: str | os.PathLike[str], loss: float) -> Path:
-    """Draw a value of training logs by step, one line per run; its range over seeds is shaded.
-
-    Source: EPL, appendix E, Figures 4 and 5.
-    """
-    figure, axes = line_figure(f"{_title(metric)} by training step", _label(metric))
-    for index, curve in enumerate(curves):
-        colour = COLOURS[index % len(COLOURS)]
-        axes.plot(curve.steps, curve.mean, color=colour, label=curve.name)
-        if len(curve.seeds) > 1:
-            low, high = (list(map(pick, zip(*curve.seeds, strict=True))) for pick in (min, max))
-            axes.fill_between(curve.steps, low, high, color=colour, alpha=0.2, linewidth=0)
-        reached = curve.steps_to_reach(loss)
-        if reached is not None:
-            axes.plot([reached], [loss], color=colour, marker=MARKERS[index % len(MARKERS)], linestyle="")
-    axes.axhline(loss, color="grey", linestyle="--", linewidth=0.8)
-    low, high = axes.dataLim.intervaly
-    if low > 0 and high > 10 * low:
-        axes.set_yscale("log")
-    axes.set_xlabel("step")
-    return save_with_legend(figure, axes, path)
-
-
 def _places(report: EvaluationReport, task: str) -> dict[str, float]:
     """Where each ratio's condition stands on the axis of ratios; "auto" where its memories came out."""
     found = {ratio: report.reached_ratio(task) if ratio == "auto" else float(ratio) for ratio in report.ratios(task)}
@@ -212,3 +197,39 @@ def _label(metric: str) -> str:
 
 def _title(task: str) -> str:
     return task.replace("_", " ").capitalize()
+
+
+def blank_figure(width: float, height: float) -> Figure:
+    """An empty figure of a width and height in inches."""
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def line_figure(title: str, label: str) -> tuple[Figure, Axes]:
+    """A figure for lines or bars with a title and a vertical label, and its axes."""
+    figure = blank_figure(7.0, 4.5)
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    axes.set_ylabel(label)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def save_with_legend(figure: Figure, axes: Axes, path: str | os.PathLike[str]) -> Path:
+    """Put the legend beside the axes, so that it never covers a line, and write the PNG file; returns its path."""
+    handles, labels = axes.get_legend_handles_labels()
+    labels = [textwrap.fill(label, _LEGEND_WIDTH) for label in labels]
+    columns = max(1, min(3, _LEGEND_WIDTH // max(map(len, labels))))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    return save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a PNG file and the folders that it needs; returns its path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+    return path

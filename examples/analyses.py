@@ -10,58 +10,211 @@
 """
 
 import argparse
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from context_compressors.cli.loading import load_compressor
-from context_compressors.evaluation.analysis.slot_origins import context_tokenizer
-from context_compressors.evaluation.analysis.slots import (
-    analyse_ids,
-    draw_slots,
-    plot_memory_attention,
-    slots_table,
-    summary,
-)
-from context_compressors.evaluation.curves import common_loss, curves_table, read_curves
 from context_compressors.evaluation.flops import flops_table
-from context_compressors.evaluation.plots import plot_curves
+from context_compressors.evaluation.plots import (
+    COLOURS,
+    MARKERS,
+    blank_figure,
+    line_figure,
+    save_figure,
+    save_with_legend,
+)
+from context_compressors.evaluation.slot_origins import (
+    attention_by_head,
+    context_tokenizer,
+    information_flow,
+    slot_origins,
+)
+from context_compressors.modeling.parts.position_layout import uniform_memory_ids
 from context_compressors.modeling.parts.prompting import document_ids
+from context_compressors.reporting.tables import markdown_table
 
 
-def loaded(model: str, arguments: argparse.Namespace) -> tuple[Any, Any, list[int]]:
-    """A compressor, the tokenizer of its documents, and the document's token ids."""
+def correlation(slots: Tensor) -> Tensor:
+    """Pearson correlation `(num_slots, num_slots)` of slots `(num_slots, width)` (ComprExIT, Figure 3)."""
+    return torch.corrcoef(slots.double()).nan_to_num().fill_diagonal_(1.0)
+
+
+def singular_values(slots: Tensor) -> Tensor:
+    """Singular values of slots `(num_slots, width)`, descending (ComprExIT, Figure 4)."""
+    return torch.linalg.svdvals(slots.double())
+
+
+def effective_rank(values: Tensor) -> float:
+    """The exponential of the entropy of singular values over their sum (ComprExIT, Figure 4)."""
+    return float(torch.special.entr(values.double() / values.double().sum()).sum().exp())
+
+
+def loaded(model: str, arguments: argparse.Namespace) -> tuple[Any, list[int]]:
+    """A compressor and the document's token ids."""
     compressor, tokenizer = load_compressor(model)
     own = context_tokenizer(compressor, tokenizer)
     text = Path(arguments.document).read_text(encoding="utf-8")
-    return compressor, own, document_ids(compressor.config, own, text)[: arguments.max_tokens]
+    return compressor, document_ids(compressor.config, own, text)[: arguments.max_tokens]
+
+
+def draw_maps(maps: dict[str, Tensor], path: Path, axes_names: tuple[str, str], **limits: Any) -> Path:
+    """Draw a matrix for each name, one below the other."""
+    figure = blank_figure(8.0, 0.5 + 3.2 * len(maps))
+    for axes, (name, values) in zip(figure.subplots(len(maps), 1, squeeze=False)[:, 0], maps.items(), strict=True):
+        image = axes.imshow(values.float().numpy(), aspect="auto", interpolation="nearest", **limits)
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel(axes_names[0])
+        axes.set_ylabel(axes_names[1])
+        figure.colorbar(image, ax=axes)
+    return save_figure(figure, path)
 
 
 def slots(arguments: argparse.Namespace) -> None:
     """ComprExIT, Figures 3 to 5 and 7."""
-    analyses = {}
+    folder, rows = Path(arguments.output), []
+    allocations: dict[str, Tensor] = {}
+    layers: dict[str, Tensor] = {}
+    vectors: dict[str, Tensor] = {}
     for model in arguments.models:
         name, _, place = model.rpartition("=")
-        analyses[name or Path(place).name] = analyse_ids(*loaded(place, arguments), arguments.ratio)
-    print(slots_table({name: summary([analysis]) for name, analysis in analyses.items()}))
-    print(*draw_slots(analyses, arguments.output), sep="\n")
+        name = name or Path(place).name
+        compressor, ids = loaded(place, arguments)
+        row = torch.tensor([ids], device=compressor.device)
+        origins, memory = (
+            slot_origins(compressor, ids, arguments.ratio),
+            compressor.compress(row, ratio=arguments.ratio),
+        )
+        if origins is not None:
+            allocations[name] = torch.block_diag(*origins.chunks)
+            if origins.kind == "plan":
+                weights = information_flow(compressor.base_model, row, ratio=arguments.ratio).layer_weights
+                layers |= {} if weights is None else {name: weights[0].float().cpu().T}
+        if memory.embeddings is not None:
+            vectors[name] = memory.embeddings[0].float().cpu()
+        for kind, measured in (("allocation", allocations.get(name)), ("slots", vectors.get(name))):
+            if measured is not None:
+                first, second = torch.triu_indices(len(measured), len(measured), offset=1)
+                mean = float(correlation(measured)[first, second].mean())
+                rank = effective_rank(singular_values(measured))
+                rows.append([name, kind, len(ids), len(measured), f"{rank:.2f}", f"{mean:.3f}"])
+    print(markdown_table(["model", "measured on", "tokens", "slots", "effective rank", "mean correlation"], rows))
+    paths = [draw_maps(allocations, folder / "allocation.png", ("token", "slot"), vmin=0)] if allocations else []
+    if layers:
+        paths.append(draw_maps(layers, folder / "layer_weights.png", ("token", "layer"), vmin=0, origin="lower"))
+    for kind, of_kind in (("allocation", allocations), ("slots", vectors)):
+        if of_kind:
+            correlations = {name: correlation(values) for name, values in of_kind.items()}
+            path = folder / f"correlation_of_{kind}.png"
+            paths.append(draw_maps(correlations, path, ("slot", "slot"), vmin=-1, vmax=1, cmap="RdBu_r"))
+            paths.append(draw_singular_values(of_kind, folder / f"singular_values_of_{kind}.png"))
+    print(*paths, sep="\n")
+
+
+def draw_singular_values(vectors: dict[str, Tensor], path: Path) -> Path:
+    """Draw the singular values of slots, each divided by its model's largest."""
+    figure, axes = line_figure("Singular values of the slots", "singular value / largest")
+    for index, (name, slots_of_model) in enumerate(vectors.items()):
+        spectrum = singular_values(slots_of_model)
+        label = f"{name}, effective rank {effective_rank(spectrum):.2f}"
+        values = (spectrum / spectrum[0]).tolist()
+        axes.plot(range(1, len(values) + 1), values, color=COLOURS[index % len(COLOURS)], label=label)
+    axes.set_xlabel("number of the value")
+    return save_with_legend(figure, axes, path)
 
 
 def attention(arguments: argparse.Namespace) -> None:
-    """EPL, Figures 6 and 7."""
-    compressor, _, ids = loaded(arguments.model, arguments)
-    print(plot_memory_attention(compressor, ids, arguments.output, arguments.ratio, arguments.layers))
+    """EPL, Figures 6 and 7: attention of memory tokens, beside their places under the uniform layout."""
+    compressor, ids = loaded(arguments.model, arguments)
+    row = torch.tensor([ids], device=compressor.device)
+    by_layer = attention_by_head(compressor.base_model, row, ratio=arguments.ratio)
+    chosen = arguments.layers or sorted({min(2, len(by_layer)), len(by_layer)})
+    figure = blank_figure(1.0 + 5.0 * len(chosen), 4.0)
+    for axes, layer in zip(figure.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
+        weights = by_layer[layer - 1][0].float().mean(dim=0).cpu()
+        highest = float(weights.quantile(0.99)) or 1.0
+        axes.imshow(weights.numpy(), aspect="auto", interpolation="nearest", vmin=0, vmax=highest)
+        places = uniform_memory_ids(0, weights.shape[1], len(weights)).tolist()
+        axes.plot(places, range(len(weights)), color="lightgrey", linestyle="--", linewidth=0.8)
+        axes.set_title(f"layer {layer} of {len(by_layer)}", fontsize=10)
+        axes.set_xlabel("context token")
+        axes.set_ylabel("memory token")
+    print(save_figure(figure, arguments.output))
+
+
+def read_curve(run: str, metric: str) -> dict[int, float]:
+    """Step -> value, of a run's folder (the state that reaches furthest) or of a log file."""
+    place = Path(run)
+    checkpoints = sorted(place.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    files = [place, place / "trainer_state.json", *(path / "trainer_state.json" for path in checkpoints[::-1])]
+    file = next((file for file in files if file.is_file()), place / "training_summary.json")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    log = content["log_history"] if "log_history" in content else content["log"]
+    values = {entry["step"]: float(entry[metric]) for entry in log if metric in entry}
+    if not values:
+        raise ValueError(
+            f"{file} has no {metric!r} in its log, only {sorted({key for entry in log for key in entry})}"
+        )
+    return values
+
+
+def steps_to_reach(curve: dict[int, float], loss: float) -> float | None:
+    """The first step at which a curve is at a loss or below, linear between the steps that there are."""
+    before: tuple[int, float] | None = None
+    for step, value in curve.items():
+        if value <= loss:
+            if before is None:
+                return float(step)
+            return before[0] + (step - before[0]) * (before[1] - loss) / (before[1] - value)
+        before = step, value
+    return None
+
+
+def mean_curve(seeds: Sequence[dict[int, float]]) -> dict[int, float]:
+    """The mean over the seeds of a run, which were logged at the same steps."""
+    return {step: sum(seed[step] for seed in seeds) / len(seeds) for step in seeds[0]}
 
 
 def curves(arguments: argparse.Namespace) -> None:
     """EPL, Figures 4 and 5; ComprExIT, Figure 6."""
-    runs: dict[str, list[str]] = {}
+    runs: dict[str, list[dict[int, float]]] = {}
     for run in arguments.runs:
         name, _, place = run.rpartition("=")
-        runs.setdefault(name or Path(place).name, []).append(place)
-    found = read_curves(runs, arguments.metric)
-    loss = common_loss(found) if arguments.loss is None else arguments.loss
-    print(curves_table(found, loss))
-    print(plot_curves(found, arguments.metric, arguments.output, loss))
+        runs.setdefault(name or Path(place).name, []).append(read_curve(place, arguments.metric))
+    means = {name: mean_curve(seeds) for name, seeds in runs.items()}
+    loss = arguments.loss or max(min(curve.values()) for curve in means.values())
+    steps = {name: steps_to_reach(curve, loss) for name, curve in means.items()}
+    first = next(iter(steps.values()))
+    rows = []
+    figure, axes = line_figure(f"{arguments.metric} by training step", arguments.metric)
+    for index, (name, curve) in enumerate(means.items()):
+        colour, values, reached = COLOURS[index % len(COLOURS)], list(curve.values()), steps[name]
+        axes.plot(list(curve), values, color=colour, label=name)
+        if len(runs[name]) > 1:
+            low, high = ([pick(seed[step] for seed in runs[name]) for step in curve] for pick in (min, max))
+            axes.fill_between(list(curve), low, high, color=colour, alpha=0.2, linewidth=0)
+        if reached is not None:
+            axes.plot([reached], [loss], color=colour, marker=MARKERS[index % len(MARKERS)], linestyle="")
+        times = "-" if reached is None or first is None else f"{first / reached:.2f}"
+        shown = [f"{value:.4g}" for value in (values[0], values[-1], min(values))]
+        rows.append([name, len(runs[name]), *shown, "never" if reached is None else f"{reached:.0f}", times])
+    axes.axhline(loss, color="grey", linestyle="--", linewidth=0.8)
+    axes.set_xlabel("step")
+    header = [
+        "run",
+        "seeds",
+        "first",
+        "last",
+        "lowest",
+        f"steps to {loss:.4g}",
+        f"times faster than {next(iter(runs))}",
+    ]
+    print(markdown_table(header, rows))
+    print(save_with_legend(figure, axes, arguments.output))
 
 
 def flops(arguments: argparse.Namespace) -> None:

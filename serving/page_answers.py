@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
-from ..evaluation.analysis.slot_origins import slot_origins
+from ..evaluation.slot_origins import slot_origins
 from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
 from ..modeling.memory.compressed_context import CompressedContext
 from ..modeling.memory.key_value_memory import cache_bytes

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from html import escape
 
-from ..evaluation.analysis.slot_origins import ATTENTION, KEPT, PLAN, WINDOWS
 from ..evaluation.metrics import holds_answer
+from ..evaluation.slot_origins import ATTENTION, KEPT, PLAN, WINDOWS
 from .page_answers import Answer, Inside
 
 _KINDS = {

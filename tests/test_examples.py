@@ -167,7 +167,17 @@ def test_the_client_gets_the_answers_that_the_pipeline_gives(
 
 def test_the_papers_analyses_draw_and_count(small_checkpoints: Path, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT))
-    build_parser = importlib.import_module("examples.analyses").build_parser
+    analyses = importlib.import_module("examples.analyses")
+    # Two slots of the same two tokens, and one of another.
+    values = analyses.singular_values(torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]))
+    torch.testing.assert_close(values, torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64))
+    assert analyses.effective_rank(torch.tensor([6.0, 2.0, 0.0])) == pytest.approx(1.7547653506033232)
+    rows = torch.tensor([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0], [1.0, 3.0, 2.0], [1.0, 1.0, 1.0]])
+    expected = torch.tensor([[1, 1, 0.5, 0], [1, 1, 0.5, 0], [0.5, 0.5, 1, 0], [0, 0, 0, 1]]).double()
+    torch.testing.assert_close(analyses.correlation(rows), expected)
+    curve = {100: 4.0, 200: 3.0, 300: 1.5, 400: 1.0}
+    assert [analyses.steps_to_reach(curve, loss) for loss in (9.0, 3.5, 2.25, 0.9)] == [100.0, 150.0, 250.0, None]
+    build_parser = analyses.build_parser
     (tmp_path / "report.txt").write_text(DOCUMENT)
     for run, losses in (("a", (3.0, 1.0)), ("b", (2.0, 0.5))):
         log = [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]

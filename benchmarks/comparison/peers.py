@@ -230,7 +230,7 @@ class Compressor:
 
     def __init__(self, folder: str, base: str, dtype: str, memory_dtype: str, device: str):
         from context_compressors.cli.loading import load_compressor
-        from context_compressors.evaluation.analysis.slot_origins import context_tokenizer
+        from context_compressors.evaluation.slot_origins import context_tokenizer
 
         self.model, tokenizer = load_compressor(folder, device=device, dtype=dtype, base_model=base)
         self.tokenizer = context_tokenizer(self.model, tokenizer)

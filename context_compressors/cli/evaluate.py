@@ -52,9 +52,9 @@ context-compressors evaluate my-compressor --data squad=squad_dev.parquet#1000 -
 context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction continuation \\
     --context-tokens 256 --reconstruction-bleu
 
-# One fact in running text at two lengths; the tasks of RULER; LongBench as kvpress publishes it:
+# One fact in running text at two lengths; RULER and LongBench as kvpress publishes them:
 context-compressors evaluate my-compressor --tasks needles --data books.parquet --lengths 512 1024 --plots plots
-context-compressors evaluate my-compressor --tasks ruler --data generated books.parquet --lengths 4096
+context-compressors evaluate my-compressor --tasks ruler --lengths 4096 8192
 context-compressors evaluate my-compressor --data Xnhyacinth/LongBench:hotpotqa --tasks question_answering \\
     --truncate-context
 

@@ -136,9 +136,6 @@ def test_windows_count_as_the_documents_that_they_name(tokenizer, tmp_path):
         builder.build(EvaluationDataset("windows", [{**other, "source_texts": whole}]), QA)
     with pytest.raises(ValueError, match=r"source_texts must be a list of whole texts, got \[3\]"):
         builder.build(EvaluationDataset("windows", [{**other, "source_texts": [3]}]), QA)
-    # Nothing would be known of what a context of running text is put together from.
-    with pytest.raises(ValueError, match="niah_single_2 takes whole texts, and rows name source_texts"):
-        load_datasets(["{path: windows.parquet, kind: niah_single_2}"], tokenizer, data_dir=str(tmp_path))
 
 
 def test_rows_are_kept_by_value_and_each_value_gets_a_data_set(tokenizer, mrqa):

@@ -17,14 +17,12 @@ from transformers import PreTrainedTokenizerFast
 
 from context_compressors import (
     CompressedContext,
-    DeCALConfig,
-    DeCALForConditionalGeneration,
     SnapKVForCausalLM,
     StreamingLLMForCausalLM,
 )
 from context_compressors.evaluation.lm_eval_model import CompressorLM
 from context_compressors.modeling.parts.chat_template import opening_ids
-from context_compressors.modeling.parts.prompting import document_ids, message_ids
+from context_compressors.modeling.parts.prompting import message_ids
 
 ROWS = [
     {"passage": "Ada keeps a cat named Tom in Rome.", "question": "Who keeps a cat?", "choices": ["Ada", "Tom"]},
@@ -114,65 +112,6 @@ def test_memories_that_open_the_text_are_read_at_ratio_1_as_the_whole_decoder_re
         assert text == tokenizer.decode(ids, skip_special_tokens=True).partition("\n")[0]
 
 
-def test_a_text_longer_than_the_decoder_is_scored_in_windows_behind_the_slots(new, model, tokenizer, monkeypatch):
-    words_as_slots(model, monkeypatch)
-    monkeypatch.setattr(model.config.decoder_config, "max_position_embeddings", 60)
-    text = "The cat sleeps on the roof of the old house near the river."
-    (found,) = new().loglikelihood_rolling(
-        requests("loglikelihood_rolling", lambda _: text, rows=ROWS[:1]), disable_tqdm=True
-    )
-    slots, ids = [*encode(tokenizer, ROWS[0]["passage"]), tokenizer.bos_token_id], encode(tokenizer, text)
-    room = 60 - len(slots)
-    last = len(ids) % room
-    assert len(ids) == 2 * room + last
-    assert last > 1
-    wanted = whole_decoder(model, slots, ids[:room])[0]
-    wanted += whole_decoder(model, [*slots, ids[room - 1]], ids[room : 2 * room])[0]
-    # The last window begins as far back as it can.
-    wanted += whole_decoder(model, [*slots, *ids[len(ids) - room - 1 : -last]], ids[-last:])[0]
-    assert found == pytest.approx(wanted, abs=1e-3)
-
-
-@pytest.mark.parametrize("has_document", [True, False])
-def test_a_prompt_that_the_decoder_has_no_positions_for_is_cut_on_the_left(
-    new, model, tokenizer, monkeypatch, has_document
-):
-    words_as_slots(model, monkeypatch)
-    rest = "\nQuestion: Who keeps a cat named Tom?\nAnswer:"
-    # The harness counts a prompt's last white space to the continuation.
-    rows, asked = ROWS[:2], "{passage}" * has_document + rest
-    slots = [encode(tokenizer, row["passage"]) if has_document else [] for row in rows]
-    limit = max(map(len, slots)) + 42
-    monkeypatch.setattr(model.config.decoder_config, "max_position_embeddings", limit)
-    lm = new(batch_size=2, document_field="passage" if has_document else None)
-    found = lm.loglikelihood(
-        requests("loglikelihood", lambda row: asked.format(**row), lambda _: " Ada does", rows=rows), disable_tqdm=True
-    )
-    words, target = encode(tokenizer, rest), encode(tokenizer, " Ada does")
-    num_cut = 0
-    for own, (score, greedy) in zip(slots, found, strict=True):
-        room = limit - len(own) - 1 - (len(target) - 1)
-        num_cut += len(words) > room
-        wanted = whole_decoder(model, [*own, tokenizer.bos_token_id, *words[-room:]], target)
-        assert (score, greedy) == (pytest.approx(wanted[0], abs=1e-3), wanted[1])
-    assert num_cut == lm.get_model_info()["prompts_cut"] == (1 if has_document else 2)
-    # What is written has its positions, too.
-    read, kept_generate = [], model.generate
-    monkeypatch.setattr(
-        model, "generate", lambda **kwargs: read.append(kwargs["input_ids"].tolist()) or kept_generate(**kwargs)
-    )
-    how = {"until": [], "max_gen_toks": 5}
-    lm.generate_until(
-        requests("generate_until", lambda row: asked.format(**row), lambda _: how, rows=rows[:1]), disable_tqdm=True
-    )
-    assert read == [[[tokenizer.bos_token_id, *words[-(limit - len(slots[0]) - 1 - 5) :]]]]
-    # A continuation is never cut.
-    with pytest.raises(
-        ValueError, match=f"{limit} positions, too few however short the prompt is: .* and 299 for what"
-    ):
-        lm.loglikelihood(requests("loglikelihood", lambda row: asked.format(**row), lambda _: "x" * 300, rows=rows))
-
-
 @pytest.mark.parametrize("options", [{"ratio": 4}, {"document_field": None}])
 def test_a_batch_gives_what_single_requests_give(new, options):
     one, four = new(**options), new(**options, batch_size=4)
@@ -186,24 +125,6 @@ def test_a_batch_gives_what_single_requests_give(new, options):
             assert all("e" not in text for text in together)
 
 
-def test_texts_start_as_the_checkpoints_do(token_model, tokenizer):
-    shape = {"vocab_size": len(tokenizer), "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 2}
-    special = {"decoder_start_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    encoder_decoder = DeCALForConditionalGeneration(DeCALConfig(decoder_config={**shape, **special})).eval()
-    for model in (token_model, encoder_decoder):
-        lm = CompressorLM(model, tokenizer, document_field="passage", batch_size=2)
-        found = lm.loglikelihood(requests("loglikelihood", prompt, lambda _: " noon"), disable_tqdm=True)
-        for row, (score, _) in zip(ROWS, found, strict=True):
-            memory = model.compress(torch.tensor([document_ids(model.config, tokenizer, row["passage"])]))
-            rest = f"\nQuestion: {row['question']}\nAnswer:"
-            ids = [model.config.continuation_token_id, *encode(tokenizer, rest)]
-            target = encode(tokenizer, " noon")
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([[*ids, *target]]), memory=memory).logits[0, len(ids) - 1 : -1]
-            wanted = logits.log_softmax(-1)[range(len(target)), target].sum()
-            assert score == pytest.approx(float(wanted), abs=1e-3)
-
-
 def test_a_document_matters_and_the_ratio_is_the_one_asked_for(new):
     asked = requests("loglikelihood", prompt, lambda _: " noon")
     scores = [new(ratio=ratio).loglikelihood(asked, disable_tqdm=True) for ratio in (None, 2, 4)]
@@ -212,9 +133,11 @@ def test_a_document_matters_and_the_ratio_is_the_one_asked_for(new):
     assert new().loglikelihood(requests("loglikelihood", prompt, lambda _: " noon", rows=others)) != scores[0]
     with pytest.raises(ValueError, match=r"it has \[2, 4\]"):
         new(ratio=3).loglikelihood(asked)
-    lm = new(ratio=3, allow_untrained_ratio=True, max_document_tokens=25)
+    lm = new(ratio=3, allow_untrained_ratio=True)
     lm.loglikelihood(asked, disable_tqdm=True)
-    assert {"ratio": 3, "documents": 3, "documents_cut": 2}.items() <= lm.get_model_info().items()
+    assert lm.get_model_info()["ratio"] == 3
+    with pytest.raises(NotImplementedError, match="--tasks continuation"):
+        lm.loglikelihood_rolling(asked)
 
 
 @pytest.mark.parametrize("opens_context", [False, True])
@@ -240,9 +163,6 @@ def test_a_chat_is_read_as_the_checkpoint_was_trained(model, monkeypatch, opens_
     # The harness counts a prompt's last white space to the continuation.
     assert read[0].target_ids == encode(tokenizer, "\nAda")
     assert read[0].text_ids == message_ids(model.config, tokenizer, "Who?")[:-1]
-    # Where a prompt is cut, the slots keep their place in the user's turn.
-    opening = opening_ids(tokenizer)
-    assert read[0].text_ids[: read[0].num_kept] == ([] if opens_context else opening)
 
 
 @pytest.mark.parametrize(
@@ -257,15 +177,6 @@ def test_a_document_that_is_not_where_it_is_said_to_be_is_refused(new, options, 
     asked = requests("loglikelihood", prompt, lambda _: " noon", rows=[{**ROWS[0], **row}])
     with pytest.raises((ValueError, TypeError), match=message):
         new(**options).loglikelihood(asked, disable_tqdm=True)
-
-
-def test_what_cannot_be_a_model_is_refused(new, model, teacher, tokenizer):
-    with pytest.raises(TypeError, match="a compressor with its LM head, got LlamaForCausalLM"):
-        CompressorLM(teacher, tokenizer)
-    with pytest.raises(ValueError, match="needs its tokenizer"):
-        CompressorLM(model)
-    with pytest.raises(ValueError, match="use_cache keeps answers by their prompts"):
-        new(document_in_prompt=False).set_cache_hook(None)
 
 
 @pytest.mark.slow

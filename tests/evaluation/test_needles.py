@@ -120,7 +120,7 @@ def test_the_command_asks_for_needles_at_each_length(folders, tokenizer, tmp_pat
     assert cli.main([*argv, *chosen]) == 1
     assert "documents of 'needles, 100 tokens' chose tiny-compressor, by needles.json" in capsys.readouterr().err
     for rows, message in (
-        ([{"text": TEXTS[0], "source_texts": TEXTS}], "needles takes whole texts, and rows name source_texts"),
+        ([{"text": TEXTS[0], "source_texts": TEXTS}], "needles take whole texts, and rows name source_texts"),
         ([{"text": "Too short."}], "a context of running text takes"),
     ):
         (tmp_path / "books.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -9,7 +9,7 @@ from tiny_bases import ids_of
 from transformers import LlamaConfig
 
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
-from context_compressors.evaluation.analysis.slot_origins import information_flow
+from context_compressors.evaluation.slot_origins import information_flow
 from context_compressors.modeling import modeling_comprexit
 from context_compressors.modeling.modeling_comprexit import ComprExITModel
 

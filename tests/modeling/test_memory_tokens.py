@@ -9,7 +9,7 @@ from tiny_bases import AE, BOS, ids_of
 from torch.nn import functional
 from transformers import DynamicCache
 
-from context_compressors.evaluation.analysis.slot_origins import attention_by_head
+from context_compressors.evaluation.slot_origins import attention_by_head
 from context_compressors.modeling.compressor import memory_token_compressor as memory_tokens
 from context_compressors.modeling.compressor import modeling_compressor as decoding
 from context_compressors.modeling.parts.cache_name import CACHE

@@ -12,7 +12,7 @@ from tiny_models import METHODS, Case
 from transformers import TextIteratorStreamer
 
 from context_compressors.configuration.configuration_decal import DeCALConfig
-from context_compressors.evaluation.analysis.slot_origins import attention_by_head
+from context_compressors.evaluation.slot_origins import attention_by_head
 from context_compressors.modeling.modeling_decal import DeCALForConditionalGeneration
 from context_compressors.modeling.parts.lora import use_adapter
 from context_compressors.modeling.parts.text_ids import encode

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens and layers the slots of a document are made of, and how well its tokens come back from them."""
+"""Which tokens and layers the slots of a document are made of."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,20 +10,14 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...data.prompts import default_prompts, format_prompt
-from ...modeling.compressor.backbone import CompressorBackbone
-from ...modeling.compressor.chunking import Chunks, cut
-from ...modeling.compressor.validation import check_context_length, check_ratios, check_together
-from ...modeling.memory.compressed_context import CompressedContext
-from ...modeling.parts.call_views import twin
-from ...modeling.parts.chat_template import prompt_ids
-from ...modeling.parts.pooling import num_slots
-from ...modeling.parts.prompting import restored_ids, start_ids
-from ...modeling.parts.text_ids import start_token_id, text_tokenizer
+from ..modeling.compressor.backbone import CompressorBackbone
+from ..modeling.compressor.chunking import Chunks, cut
+from ..modeling.compressor.validation import check_context_length, check_ratios, check_together
+from ..modeling.parts.call_views import twin
+from ..modeling.parts.pooling import num_slots
+from ..modeling.parts.text_ids import text_tokenizer
 
 PLAN, ATTENTION, WINDOWS, KEPT = "plan", "attention", "windows", "kept"
-# Tokens whose logits are computed at once.
-_LOGITS_AT_ONCE = 256
 
 
 def context_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -216,60 +210,3 @@ def slot_weights(backbone: Any, kind: str, input_ids: Tensor, ratio: int | None)
     window = torch.arange(num_tokens) // int(chunk_ratio)
     shares = functional.one_hot(window, int(num_slots(num_tokens, int(chunk_ratio)))).T.float()
     return shares / shares.sum(dim=1, keepdim=True)
-
-
-def can_reconstruct(config: Any) -> bool:
-    """Return True for a checkpoint that may have learned to write a document back from its slots."""
-    return config.is_trained and not config.opens_context and not config.is_encoder_decoder
-
-
-@dataclass(frozen=True)
-class Reconstruction:
-    """How likely the tokens of a text are to a decoder that is to repeat it.
-
-    Args:
-        errors: `(num_tokens,)`, negative log-likelihood of each, in nats.
-        is_likeliest: `(num_tokens,)` bool, whether no other token was likelier there.
-    """
-
-    errors: Tensor
-    is_likeliest: Tensor
-
-    @property
-    def accuracy(self) -> float:
-        """Share of the tokens that are the likeliest in their place, 0 to 100."""
-        return 100 * float(self.is_likeliest.float().mean())
-
-
-@torch.inference_mode()
-def reconstruction(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], memory: CompressedContext | None
-) -> Reconstruction:
-    """Give the decoder a text token by token behind the request to repeat it, as evaluation does.
-
-    Args:
-        model: a compressor that reconstructs, see `can_reconstruct`.
-        tokenizer: the tokenizer saved with it.
-        ids: token ids of the text alone, of the decoder's tokenizer.
-        memory: what the text was compressed to, one row; `None` to read only the tokens before.
-
-    Raises:
-        ValueError: a text without tokens, or a checkpoint that cannot reconstruct.
-    """
-    config = model.config
-    if not ids or not can_reconstruct(config):
-        raise ValueError(f"{type(model).__name__} cannot reconstruct a text of {len(ids)} tokens")
-    request = format_prompt("reconstruction", path=default_prompts(config))
-    prompt = prompt_ids(tokenizer, [request], config.prompt_format)
-    start = [*start_ids(config, tokenizer, prompt.head, "reconstruction"), *prompt.turns[0]]
-    start = [*start, *restored_ids(config, tokenizer)] or [start_token_id(tokenizer)]
-    input_ids = torch.tensor([[*start, *ids[:-1]]], device=model.device)
-    states = model.base_model(input_ids=input_ids, memory=memory, use_cache=False).last_hidden_state
-    states, targets = states[0, len(start) - 1 :], torch.tensor(list(ids), device=model.device)
-    errors, hits = [], []
-    # The logits of all tokens together would be the largest tensor by far.
-    for piece, wanted in zip(states.split(_LOGITS_AT_ONCE), targets.split(_LOGITS_AT_ONCE), strict=True):
-        logits = model.text_logits(piece[None])[0].float()
-        errors.append(functional.cross_entropy(logits, wanted, reduction="none").cpu())
-        hits.append((logits.argmax(dim=-1) == wanted).cpu())
-    return Reconstruction(torch.cat(errors), torch.cat(hits))
