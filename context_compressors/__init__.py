@@ -26,7 +26,7 @@ _MODULE_OF = {
     "CorpusCompressor": "corpus.corpus_compressor",
     "MemoryStore": "corpus.memory_store",
     "pretrained_base": "modeling.checkpoint.pretrained_bases",
-    "chamfer": "modeling.parts.late_interaction",
+    "chamfer": "modeling.modeling_decal_retrieval",
     "mean_pool": "modeling.parts.pooling",
     "encoder_position_ids": "modeling.parts.position_layout",
     "decoder_position_ids": "modeling.parts.position_layout",
@@ -110,6 +110,7 @@ if TYPE_CHECKING:
     from .modeling.modeling_decal import DeCALForConditionalGeneration as DeCALForConditionalGeneration
     from .modeling.modeling_decal import DeCALModel as DeCALModel
     from .modeling.modeling_decal_retrieval import DeCALForRetrieval as DeCALForRetrieval
+    from .modeling.modeling_decal_retrieval import chamfer as chamfer
     from .modeling.modeling_five_hundred_x import FiveHundredXForCausalLM as FiveHundredXForCausalLM
     from .modeling.modeling_five_hundred_x import FiveHundredXModel as FiveHundredXModel
     from .modeling.modeling_gmsa import GMSAForCausalLM as GMSAForCausalLM
@@ -134,7 +135,6 @@ if TYPE_CHECKING:
     from .modeling.modeling_voco import VoCoModel as VoCoModel
     from .modeling.modeling_xrag import XRAGForCausalLM as XRAGForCausalLM
     from .modeling.modeling_xrag import XRAGModel as XRAGModel
-    from .modeling.parts.late_interaction import chamfer as chamfer
     from .modeling.parts.pooling import mean_pool as mean_pool
     from .modeling.parts.position_layout import decoder_position_ids as decoder_position_ids
     from .modeling.parts.position_layout import encoder_position_ids as encoder_position_ids

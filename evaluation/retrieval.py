@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.document_ids import TrainingDocuments, document_id
 from ..data.retrieval_sources import JudgedQueries, TextEncoder
-from ..modeling.parts.late_interaction import chamfer
+from ..modeling.modeling_decal_retrieval import chamfer
 from ..modeling.parts.text_ids import text_tokenizer
 from ..reporting.environment import environment
 from ..reporting.tables import markdown_table

@@ -14,7 +14,6 @@ from ..modeling.compressor.backbone import CompressorBackbone
 from ..modeling.compressor.chunking import Chunks, cut
 from ..modeling.compressor.validation import check_context_length, check_ratios, check_together
 from ..modeling.parts.call_views import twin
-from ..modeling.parts.pooling import num_slots
 from ..modeling.parts.text_ids import text_tokenizer
 
 PLAN, ATTENTION, WINDOWS, KEPT = "plan", "attention", "windows", "kept"
@@ -208,5 +207,5 @@ def slot_weights(backbone: Any, kind: str, input_ids: Tensor, ratio: int | None)
         heads = torch.cat([places.flatten(0, 1) for places in backbone.kept_tokens(chunks, chunk_ratio)])
         return functional.one_hot(heads, num_tokens).float().mean(dim=0)
     window = torch.arange(num_tokens) // int(chunk_ratio)
-    shares = functional.one_hot(window, int(num_slots(num_tokens, int(chunk_ratio)))).T.float()
+    shares = functional.one_hot(window, -(-num_tokens // int(chunk_ratio))).T.float()
     return shares / shares.sum(dim=1, keepdim=True)

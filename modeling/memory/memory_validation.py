@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parts.position_layout import POSITION_LAYOUTS
+from ...configuration.configuration_compressor import POSITION_LAYOUTS
 from .carriers import PAIR_FIELDS, carrier_tensors, scale_tensors
 from .memory_quantization import dtype_of_keys, num_blocks, quantization_of, width_of
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-POSITION_LAYOUTS = ("default", "uniform", "enhanced")
-CARRIERS = ("embeddings", "key_values")
-TASKS = ("reconstruction", "continuation")
+from ...configuration.configuration_compressor import POSITION_LAYOUTS
+from ...configuration.nearest_names import check_choice
 
 
 def uniform_memory_ids(
@@ -18,41 +17,53 @@ def uniform_memory_ids(
 ) -> Tensor:
     """Spread memory tokens evenly over the ids of the context tokens (EPL, Algorithm 1).
 
-    The algorithm's numbers are fractions with the denominator `2 * num_memory_tokens`, so they are rounded exactly,
-    half to even: a floating-point `linspace` misses some ties.
-
     Args:
         start_id: Id of the first context token, zero or more.
         num_tokens: Number of context tokens, whose ids run from `start_id`.
-        num_memory_tokens: Number of memory tokens.
+        num_memory_tokens: Number of memory tokens, one or more.
         device: Where the ids are made.
 
     Returns:
         A LongTensor of shape `(num_memory_tokens,)`, ascending, within the ids of the context.
-
-    Raises:
-        TypeError: A count is not an int.
-        ValueError: A negative number, or memory tokens without a context token.
     """
-    _check_count("start_id", start_id)
-    _check_memory_count(num_tokens, num_memory_tokens)
-    if num_memory_tokens == 0:
-        return torch.zeros(0, dtype=torch.long, device=device)
-    return _spread(start_id, num_tokens, num_memory_tokens, torch.arange(num_memory_tokens, device=device))
+    return _spread_ids(start_id, num_tokens, num_memory_tokens, torch.arange(num_memory_tokens, device=device))
 
 
-def _spread(
+def _spread_ids(
     start_id: int | Tensor, num_tokens: int | Tensor, num_memory_tokens: int | Tensor, steps: Tensor
 ) -> Tensor:
-    """Ids of the memory tokens `steps` by Algorithm 1, in integers; all arguments broadcast."""
+    """Ids of the memory tokens `steps` by Algorithm 1; all arguments broadcast.
+
+    The algorithm's numbers are fractions with the denominator `2 * num_memory_tokens`, so they are rounded exactly,
+    half to even: a floating-point `linspace` misses some ties.
+    """
     # Lines 1 to 3: start + (r - 1) / 2 + j r with r = num_tokens / num_memory_tokens, over the common denominator.
     numerator = num_tokens - num_memory_tokens + 2 * num_tokens * steps + 2 * num_memory_tokens * start_id
-    whole = numerator // (2 * num_memory_tokens)
-    remainder = numerator - whole * (2 * num_memory_tokens)
+    floor = numerator // (2 * num_memory_tokens)
+    remainder = numerator - floor * (2 * num_memory_tokens)
     # Line 4: the remainder is compared with half of the denominator, and a tie goes to the even id.
     is_tie = remainder == num_memory_tokens
-    round_up = (remainder > num_memory_tokens) | (is_tie & (whole % 2 == 1))
-    return whole + round_up.long()
+    round_up = (remainder > num_memory_tokens) | (is_tie & (floor % 2 == 1))
+    return floor + round_up.long()
+
+
+def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: str, width: int) -> Tensor:
+    """Return the position ids of many chunks' memory tokens in the encoder (EPL, Tables 1 and 12).
+
+    Args:
+        lengths: Number of context tokens of each chunk, `(num_chunks,)`.
+        counts: Number of its memory tokens, `(num_chunks,)`.
+        starts: Number of context tokens before it, `(num_chunks,)`; ignored by the default layout.
+        layout: "default", "uniform" or "enhanced".
+        width: The largest of `counts`.
+
+    Returns:
+        A LongTensor `(num_chunks, width)`; places behind a chunk's own memory tokens hold 0.
+    """
+    steps = torch.arange(width, device=counts.device)
+    lengths, counts, starts = lengths[:, None], counts[:, None], starts[:, None]
+    spread_ids = _spread_ids(starts + 1, lengths, counts.clamp(min=1), steps)
+    return (lengths + steps if layout == "default" else spread_ids) * (steps < counts)
 
 
 def encoder_position_ids(
@@ -62,7 +73,7 @@ def encoder_position_ids(
     chunk_start: int = 0,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Position ids of one chunk and its memory tokens in the encoder (EPL, Tables 1 and 12).
+    """Return the position ids of one chunk and its memory tokens in the encoder (EPL, Tables 1 and 12).
 
     Args:
         num_tokens: Number of context tokens of the chunk.
@@ -76,44 +87,13 @@ def encoder_position_ids(
         The context ids of shape `(num_tokens,)` and the memory ids of shape `(num_memory_tokens,)`, LongTensors.
 
     Raises:
-        TypeError: A count is not an int.
-        ValueError: An unknown layout, a negative number, or memory tokens without a context token.
-    """
-    _check_choice("layout", layout, POSITION_LAYOUTS)
-    _check_count("chunk_start", chunk_start)
-    _check_memory_count(num_tokens, num_memory_tokens)
-    if layout == "default":
-        return _range(0, num_tokens, device), _range(num_tokens, num_memory_tokens, device)
-    context_ids = _range(chunk_start + 1, num_tokens, device)
-    return context_ids, uniform_memory_ids(chunk_start + 1, num_tokens, num_memory_tokens, device)
-
-
-def encoder_memory_ids(
-    lengths: Tensor, counts: Tensor, starts: Tensor, layout: str, width: int | None = None
-) -> Tensor:
-    """The memory ids of `encoder_position_ids` for many chunks at once.
-
-    Args:
-        lengths: Number of context tokens of each chunk, `(num_chunks,)`.
-        counts: Number of its memory tokens, `(num_chunks,)`.
-        starts: Number of context tokens before it, `(num_chunks,)`; ignored by the default layout.
-        layout: "default", "uniform" or "enhanced".
-        width: The largest of `counts`; looked up if not given.
-
-    Returns:
-        A LongTensor `(num_chunks, width)`; places behind a chunk's own memory tokens hold 0.
-
-    Raises:
         ValueError: An unknown layout.
     """
-    _check_choice("layout", layout, POSITION_LAYOUTS)
-    if width is None:
-        width = int(counts.max()) if counts.numel() else 0
-    steps = torch.arange(width, device=counts.device)
-    lengths, counts, starts = lengths[:, None], counts[:, None], starts[:, None]
-    spread = _spread(starts + 1, lengths, counts.clamp(min=1), steps)
-    ids = lengths + steps if layout == "default" else spread
-    return ids * (steps < counts)
+    check_choice("layout", layout, POSITION_LAYOUTS)
+    first = 0 if layout == "default" else chunk_start + 1
+    length, count, start = (torch.tensor([n], device=device) for n in (num_tokens, num_memory_tokens, chunk_start))
+    context_ids = torch.arange(first, first + num_tokens, device=device)
+    return context_ids, encoder_memory_ids(length, count, start, layout, num_memory_tokens)[0]
 
 
 def decoder_position_ids(
@@ -125,7 +105,7 @@ def decoder_position_ids(
     task: str,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Position ids of the memory of all chunks and of the text in the decoder (EPL, Tables 2, 3 and 13 to 15).
+    """Return the position ids of all chunks' memory and of the text in the decoder (EPL, Tables 2, 3 and 13 to 15).
 
     Args:
         chunk_lengths: Number of context tokens of each chunk, in order.
@@ -141,35 +121,22 @@ def decoder_position_ids(
         The memory ids of shape `(sum of memory_counts,)` and the text ids of shape `(num_text_tokens,)`, LongTensors.
 
     Raises:
-        TypeError: A count is not an int.
-        ValueError: An unknown layout, carrier or task, lists of different lengths, a negative number, or memory tokens
-            without a context token.
+        ValueError: An unknown layout, carrier or task, or lists of different lengths.
     """
-    _check_choice("layout", layout, POSITION_LAYOUTS)
-    _check_choice("carrier", carrier, CARRIERS)
-    _check_choice("task", task, TASKS)
-    _check_count("num_text_tokens", num_text_tokens)
-    _check_counts("chunk_lengths", chunk_lengths)
-    _check_counts("memory_counts", memory_counts)
-    if len(chunk_lengths) != len(memory_counts):
-        raise ValueError(
-            "chunk_lengths and memory_counts must name the same chunks, "
-            f"got {len(chunk_lengths)} lengths and {len(memory_counts)} counts"
-        )
-    encoded, chunk_start = [_range(0, 0, device)], 0
+    check_choice("layout", layout, POSITION_LAYOUTS)
+    check_choice("carrier", carrier, ("embeddings", "key_values"))
+    check_choice("task", task, ("reconstruction", "continuation"))
+    first_text_id = num_memory_tokens = sum(memory_counts)
+    memory_ids, chunk_start = torch.arange(num_memory_tokens, device=device), 0
+    encoded = [memory_ids[:0]]
     for length, count in zip(chunk_lengths, memory_counts, strict=True):
         encoded.append(encoder_position_ids(length, count, layout, chunk_start, device)[1])
         chunk_start += length
-    memory_ids = torch.cat(encoded)
-
-    num_memory_tokens = len(memory_ids)
     if layout == "enhanced":
         first_text_id = 0 if task == "reconstruction" else chunk_start
-    else:
-        first_text_id = num_memory_tokens
-        if carrier == "embeddings":
-            memory_ids = _range(0, num_memory_tokens, device)
-    return memory_ids, _range(first_text_id, num_text_tokens, device)
+    if layout == "enhanced" or carrier == "key_values":
+        memory_ids = torch.cat(encoded)
+    return memory_ids, torch.arange(first_text_id, first_text_id + num_text_tokens, device=device)
 
 
 def rotate_keys(keys: Tensor, offsets: Tensor, inverse_frequencies: Tensor) -> Tensor:
@@ -183,25 +150,12 @@ def rotate_keys(keys: Tensor, offsets: Tensor, inverse_frequencies: Tensor) -> T
 
     Returns:
         Keys of the same shape and dtype; half types are rotated in float32.
-
-    Raises:
-        ValueError: A shape does not fit.
     """
-    if (
-        keys.dim() != 4
-        or offsets.shape not in (keys.shape[:1], keys.shape[::2])
-        or inverse_frequencies.shape != (keys.shape[-1] / 2,)
-    ):
-        raise ValueError(
-            "keys, offsets and inverse_frequencies must have shapes (batch_size, num_heads, num_slots, head_dim), "
-            f"(batch_size,) or (batch_size, num_slots), and (head_dim / 2,), got {tuple(keys.shape)}, "
-            f"{tuple(offsets.shape)} and {tuple(inverse_frequencies.shape)}"
-        )
     return rotated(keys, rotation(offsets, inverse_frequencies, keys))
 
 
 def rotation(offsets: Tensor, inverse_frequencies: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of `rotate_keys`, which serve the keys of all layers.
+    """Return the cosines and sines of `rotate_keys`, which serve the keys of all layers.
 
     Args:
         offsets: `(batch_size,)` or `(batch_size, num_slots)`.
@@ -219,38 +173,8 @@ def rotation(offsets: Tensor, inverse_frequencies: Tensor, keys: Tensor) -> tupl
 
 
 def rotated(keys: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Keys moved by `rotation`'s tables, in the shape and dtype that they have."""
+    """Return keys moved by `rotation`'s tables, in the shape and dtype that they have."""
     cosine, sine = tables
     precise = keys.to(cosine.dtype)
     first, second = precise.chunk(2, dim=-1)
     return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(keys.dtype)
-
-
-def _range(start: int, count: int, device: torch.device | str | None) -> Tensor:
-    return torch.arange(start, start + count, dtype=torch.long, device=device)
-
-
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-
-
-def _check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} must be zero or more, got {value}")
-
-
-def _check_counts(name: str, values: Sequence[int]) -> None:
-    if not isinstance(values, (list, tuple)):
-        raise TypeError(f"{name} must be a list of ints, got {values!r}")
-    for value in values:
-        _check_count(name, value)
-
-
-def _check_memory_count(num_tokens: int, num_memory_tokens: int) -> None:
-    _check_count("num_tokens", num_tokens)
-    _check_count("num_memory_tokens", num_memory_tokens)
-    if num_memory_tokens > 0 and num_tokens == 0:
-        raise ValueError(f"num_memory_tokens must be 0 where num_tokens is 0, got {num_memory_tokens}")

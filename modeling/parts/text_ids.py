@@ -19,10 +19,15 @@ _COPIES: dict[bool, weakref.WeakKeyDictionary[PreTrainedTokenizerBase, PreTraine
 }
 
 
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The tokenizers library's tokenizer inside a fast one; `None` inside another."""
+    return getattr(tokenizer, "backend_tokenizer", None)
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text, with no special tokens added."""
     # The wrapper's own overhead is ten times the encoding of a short string; it forgets what an earlier call cut at.
-    fast = getattr(tokenizer, "backend_tokenizer", None)
+    fast = _backend(tokenizer)
     if fast is not None and fast.truncation is None and fast.padding is None:
         return fast.encode(text, add_special_tokens=False).ids
     return tokenizer(text, add_special_tokens=False).input_ids
@@ -45,7 +50,7 @@ def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: i
         return [
             ids if whole else encode(tokenizer, text) for text, ids, whole in zip(texts, starts, is_whole, strict=True)
         ]
-    fast = getattr(tokenizer, "backend_tokenizer", None)
+    fast = _backend(tokenizer)
     if fast is not None and fast.truncation is None and fast.padding is None:
         return [encoding.ids for encoding in fast.encode_batch_fast(list(texts), add_special_tokens=False)]
     return [encode(tokenizer, text) for text in texts]
@@ -83,10 +88,10 @@ def _around_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[in
 
 def leave_out_bos(tokenizer: PreTrainedTokenizerBase) -> None:
     """Let a tokenizer put nothing around a text any more, in place; saved and loaded again it does not either."""
-    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+    if (backend := _backend(tokenizer)) is not None:
         from tokenizers import processors
 
-        tokenizer.backend_tokenizer.post_processor = processors.Sequence([])
+        backend.post_processor = processors.Sequence([])
     tokenizer.add_bos_token = False
 
 
@@ -99,7 +104,7 @@ def text_tokenizer(tokenizer: PreTrainedTokenizerBase, splits: bool = True) -> P
     """
     copied = copy.deepcopy(tokenizer)
     copied.split_special_tokens = splits
-    backend = getattr(copied, "backend_tokenizer", None)
+    backend = _backend(copied)
     if backend is not None:
         backend.encode_special_tokens = splits
         backend.no_truncation()

@@ -24,7 +24,7 @@ from context_compressors.evaluation.retrieval import (
     retrieval_table,
     score_texts,
 )
-from context_compressors.modeling.parts.late_interaction import chamfer
+from context_compressors.modeling.modeling_decal_retrieval import chamfer
 
 ANIMALS = ("otter", "heron", "badger", "salmon", "lynx", "raven", "toad", "viper")
 

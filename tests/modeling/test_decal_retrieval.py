@@ -136,14 +136,6 @@ def test_autocast_changes_no_score_and_no_gradient():
         torch.testing.assert_close(autocast, plain, rtol=1e-6, atol=1e-6)
 
 
-def test_shapes_that_do_not_fit_are_named():
-    vectors, mask = ragged((2, 3), 3, 4, 0)
-    with pytest.raises(ValueError, match=r"document_vectors must have shape .* got \(2, 3, 4\) and \(2, 2\)"):
-        chamfer(vectors, mask, vectors, mask[:, :2])
-    with pytest.raises(ValueError, match="the same size, got 4 and 3"):
-        chamfer(vectors, mask, vectors[:, :, :3], mask)
-
-
 # --- vectors ---
 
 

@@ -36,7 +36,7 @@ def icae(method_cases):
 def test_memory_ids_of_many_chunks_equal_those_of_each(chunks, layout):
     lengths, counts, starts = (torch.tensor(column) for column in zip(*chunks, strict=True))
     counts = counts * (lengths > 0)
-    found = encoder_memory_ids(lengths, counts, starts, layout)
+    found = encoder_memory_ids(lengths, counts, starts, layout, int(counts.max()))
     assert found.shape == (len(chunks), int(counts.max()))
     for row, (length, start) in enumerate(zip(lengths.tolist(), starts.tolist(), strict=True)):
         count = int(counts[row])

@@ -39,7 +39,7 @@ KERNEL_CHECK = """
 import math
 import torch
 from context_compressors.modeling.parts import optimal_transport as reference
-from context_compressors.modeling.parts.optimal_transport_triton import fits
+from context_compressors.modeling.parts.optimal_transport_triton import fits, fused_gradients, fused_solve
 
 assert fits(128, 64) and fits(100, 33) and not fits(128, 65)
 for num_windows, num_senders, num_receivers, epsilon, num_iterations in {cases}:
@@ -64,7 +64,7 @@ for num_windows, num_senders, num_receivers, epsilon, num_iterations in {cases}:
         return kept, *torch.autograd.grad((plan * weights.to(dtype)).sum(), leaves)
 
     expected = run(reference._TORCH_SOLVER, torch.float64)
-    for one, other in zip(run(reference._fused_solver(), torch.float32), expected, strict=True):
+    for one, other in zip(run(reference.Solver(fused_solve, fused_gradients), torch.float32), expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=0, atol=2e-5 * float(other.abs().max()) + 2e-7 / epsilon)
 """
 
@@ -123,7 +123,7 @@ def test_a_gpu_gives_the_same_without_waiting(epsilon, with_kernels, monkeypatch
     tensors[1][0, 50:], tensors[2][1, 20:], tensors[1][2], tensors[0][0, 50:] = 0, 0, 0, math.nan
     expected = plan_and_gradients(sinkhorn, tensors, epsilon=epsilon)
     on_gpu = [tensor.cuda() for tensor in tensors]
-    assert optimal_transport._is_for_fused_solver(on_gpu[0]) == with_kernels
+    assert (optimal_transport._solver_for(on_gpu[0]) is not optimal_transport._TORCH_SOLVER) == with_kernels
     actual = plan_and_gradients(lambda *t, **a: sinkhorn(*t, **a).cpu(), on_gpu, epsilon=epsilon)
     assert_all_close([tensor.cpu() for tensor in actual], expected, rtol=0, atol=1e-4)
     leaves = [tensor.requires_grad_() for tensor in on_gpu]

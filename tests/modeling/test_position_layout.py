@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from context_compressors.modeling.parts.position_layout import (
     decoder_position_ids,
     encoder_position_ids,
-    rotate_keys,
     uniform_memory_ids,
 )
 
@@ -238,25 +237,8 @@ def test_no_context_gives_no_ids(layout):
     assert text_ids.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: encoder_position_ids(4, 1, "linear"), ValueError, "default, uniform, enhanced, got 'linear'"),
-        (lambda: encoder_position_ids(-4, 1, "default"), ValueError, "num_tokens.*-4"),
-        (lambda: encoder_position_ids(4, -1, "default"), ValueError, "num_memory_tokens.*-1"),
-        (lambda: encoder_position_ids(4, 1, "default", -1), ValueError, "chunk_start.*-1"),
-        (lambda: encoder_position_ids(4.0, 1, "default"), TypeError, "num_tokens.*4.0"),
-        (lambda: encoder_position_ids(0, 3, "uniform"), ValueError, "got 3"),
-        (lambda: uniform_memory_ids(-1, 4, 2), ValueError, "start_id.*-1"),
-        (lambda: uniform_memory_ids(0, True, 1), TypeError, "True"),
-        (lambda: decoder_position_ids([4], [1, 1], 1, "default", "embeddings", "continuation"), ValueError, "1 .* 2"),
-        (lambda: decoder_position_ids([4], [1], -1, "default", "embeddings", "continuation"), ValueError, "-1"),
-        (lambda: decoder_position_ids([4], [1], 1, "default", "tokens", "continuation"), ValueError, "'tokens'"),
-        (lambda: decoder_position_ids([4], [1], 1, "default", "embeddings", "qa"), ValueError, "'qa'"),
-        (lambda: rotate_keys(torch.ones(2, 1, 3, 4), torch.ones(1), torch.ones(2)), ValueError, r"\(1,\)"),
-        (lambda: rotate_keys(torch.ones(2, 1, 3, 4), torch.ones(2), torch.ones(4)), ValueError, r"\(4,\)"),
-    ],
-)
-def test_wrong_arguments_are_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match=r"unknown layout 'linear'.*default, enhanced, uniform"):
+        encoder_position_ids(4, 1, "linear")
+    with pytest.raises(ValueError, match="unknown task 'qa'"):
+        decoder_position_ids([4], [1], 1, "default", "embeddings", "qa")

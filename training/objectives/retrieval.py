@@ -20,7 +20,7 @@ from ...configuration.methods import methods_loaded_by
 from ...configuration.nearest_names import check_choice
 from ...data.document_ids import document_id
 from ...data.retrieval_sources import RetrievalCollection, TextEncoder
-from ...modeling.parts.late_interaction import chamfer
+from ...modeling.modeling_decal_retrieval import chamfer
 from ...modeling.parts.text_ids import text_tokenizer
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..base_trainer import BaseTrainer, without_metadata

@@ -15,7 +15,7 @@ from context_compressors import DeCALConfig, DeCALForRetrieval
 from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.data.retrieval_sources import JudgedQueries, RetrievalCollection
 from context_compressors.evaluation.retrieval import evaluate_retrieval
-from context_compressors.modeling.parts.late_interaction import chamfer
+from context_compressors.modeling.modeling_decal_retrieval import chamfer
 from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.retrieval import (
     RetrievalCollator,
