@@ -4,7 +4,7 @@
 from typing import Any
 
 from .configuration_shallow_encoder import ShallowEncoderConfig
-from .field_checks import boolean, int_between
+from .field_checks import int_between
 from .layer_shape import linear_flops, stack_flops
 
 
@@ -13,10 +13,10 @@ class GMSAConfig(ShallowEncoderConfig):
     Group merging and layer semantic alignment ("GMSA: Enhancing Context Compression via Group Merging and Layer
     Semantic Alignment").
 
-    The paper's ablations (Table 4, Figures 5 and 6) are values of this configuration: without group merging:
-    `appended_tokens=128`; without layer semantic alignment: `lsa_layers=0`; other depths: `lsa_layers` and
-    `encoder_layers`; without autoencoding: `training_stage="keft"` from the start. (Without knowledge extraction
-    fine-tuning: the checkpoint of the first stage.)
+    The paper's ablations (Table 4, Figures 5 and 6) are values of this configuration: without layer semantic
+    alignment: `lsa_layers=0`; other depths: `lsa_layers` and `encoder_layers`; without autoencoding:
+    `training_stage="keft"` from the start. (Without knowledge extraction fine-tuning: the checkpoint of the first
+    stage.)
 
     Args:
         lsa_layers (`int`, defaults to 1):
@@ -25,18 +25,15 @@ class GMSAConfig(ShallowEncoderConfig):
         lsa_final_norm (`bool`, defaults to `True`):
             Whether the decoder's final norm, frozen, follows these blocks, as in the authors' code. The paper names
             none.
-        appended_tokens (`int`, defaults to 0):
-            0: group merging. More: the ablation, in which the states of so many learned tokens behind the context take
-            the groups' place; one more of them is needed for every r tokens of context.
         kwargs: fields of [`ShallowEncoderConfig`] and [`CompressorConfig`].
     """
 
     model_type = "gmsa_compressor"
     card_fields = {**ShallowEncoderConfig.card_fields, "lsa_layers": "Blocks of layer semantic alignment"}
 
-    def __init__(self, lsa_layers: int = 1, lsa_final_norm: bool = True, appended_tokens: int = 0, **kwargs: Any):
-        self.lsa_final_norm = boolean("lsa_final_norm", lsa_final_norm)
-        super().__init__(appended_tokens=appended_tokens, **kwargs)
+    def __init__(self, lsa_layers: int = 1, lsa_final_norm: bool = True, **kwargs: Any):
+        self.lsa_final_norm = lsa_final_norm
+        super().__init__(**kwargs)
         self.lsa_layers = int_between("lsa_layers", lsa_layers, 0, self.num_hidden_layers)
 
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from .configuration_compressor import CompressorConfig
-from .configuration_memory_tokens import MEMORY_STARTS
 from .field_checks import int_between, lora_or, one_of
 
 AUTOENCODING, KEFT = "autoencoding", "keft"
@@ -41,11 +40,6 @@ class ShallowEncoderConfig(CompressorConfig):
             `"autoencoding"` (section 3.3): the encoder's adapter and the method's parts train, the decoder is frozen.
             `"keft"` (section 3.4, knowledge extraction fine-tuning): the decoder's query, key and value maps train,
             whole, and all else is frozen. It is part of the checkpoint.
-        appended_tokens (`int`):
-            Learned tokens behind the context, as many as the longest context needs at the lowest ratio.
-        memory_start (`str`, defaults to `"embedding_statistics"`):
-            Start values of these tokens: normal with the mean and the deviation of all numbers in the embedding
-            matrix, `"standard_normal"`, or `"eos"`, copies of EOS.
         bos_before_text (`bool`, defaults to `False`):
             GMSA's rows have no BOS on either side: [m~; X_ins; x] (equation 4).
         kwargs: fields of [`CompressorConfig`].
@@ -54,7 +48,6 @@ class ShallowEncoderConfig(CompressorConfig):
     card_fields = {
         **CompressorConfig.card_fields,
         "encoder_layers": "Encoder layers",
-        "appended_tokens": "Learned tokens behind the context",
         "training_stage": "Last stage of training",
     }
 
@@ -64,14 +57,10 @@ class ShallowEncoderConfig(CompressorConfig):
         encoder_layers: int = _ENCODER_LAYERS,
         encoder_lora: dict[str, Any] | str | None = "default",
         training_stage: str = AUTOENCODING,
-        appended_tokens: int = 0,
-        memory_start: str = "embedding_statistics",
         bos_before_text: bool = False,
         **kwargs: Any,
     ):
         self.training_stage = one_of("training_stage", training_stage, TRAINING_STAGES)
-        self.appended_tokens = int_between("appended_tokens", appended_tokens, 0)
-        self.memory_start = one_of("memory_start", memory_start, MEMORY_STARTS)
         default_lora = {"rank": 128, "alpha": 32.0, "dropout": 0.05, "target_modules": "all-linear"}
         super().__init__(
             compression_ratios=compression_ratios,
@@ -94,19 +83,10 @@ class ShallowEncoderConfig(CompressorConfig):
         usual = _ENCODER_LAYERS if is_deep else -(-base.num_hidden_layers // 4)
         return super().for_base(base, ratios, **{"encoder_layers": encoder_depth or usual, **fields})
 
-    def chunk_memory_tokens(self, num_tokens: int, ratio: int) -> int:
-        """A learned token for every slot, where they stand in for group merging."""
-        return self.chunk_slots(num_tokens, ratio) if self.appended_tokens else 0
-
     @property
     def stage_parameters(self) -> tuple[str, ...] | None:
         """In knowledge extraction fine-tuning W_Q, W_K and W_V of every decoder layer (GMSA, equation 6)."""
         return (QUERY_KEY_VALUE,) if self.training_stage == KEFT else None
-
-    @property
-    def num_memory_tokens(self) -> int:
-        """Learned tokens behind the context."""
-        return self.appended_tokens
 
 
 def first_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of TCP-AE, the autoencoder of the traditional compression paradigm."""
+"""Configuration of TCP-AE, the traditional compression paradigm's autoencoder."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from .configuration_memory_tokens import MEMORY_STARTS
 from .configuration_shallow_encoder import ShallowEncoderConfig
-from .field_checks import int_between
+from .field_checks import int_between, one_of
 from .layer_shape import perceptron_flops
 
 
@@ -20,13 +21,18 @@ class TCPAutoencoderConfig(ShallowEncoderConfig):
         appended_tokens (`int`, defaults to 128):
             Learned tokens behind the context, at least 1; a context of n tokens takes the first ceil(n / r). 128 serve
             the 512 tokens that the paper restores, at ratio 4.
+        memory_start (`str`, defaults to `"embedding_statistics"`):
+            Start values of these tokens, see [`MemoryTokensConfig`].
         kwargs: fields of [`ShallowEncoderConfig`] and [`CompressorConfig`].
     """
 
     model_type = "tcp_autoencoder_compressor"
+    card_fields = {**ShallowEncoderConfig.card_fields, "appended_tokens": "Learned tokens behind the context"}
 
-    def __init__(self, appended_tokens: int = 128, **kwargs: Any):
-        super().__init__(appended_tokens=int_between("appended_tokens", appended_tokens, 1), **kwargs)
+    def __init__(self, appended_tokens: int = 128, memory_start: str = "embedding_statistics", **kwargs: Any):
+        self.appended_tokens = int_between("appended_tokens", appended_tokens, 1)
+        self.memory_start = one_of("memory_start", memory_start, MEMORY_STARTS)
+        super().__init__(**kwargs)
 
     @classmethod
     def for_base(
@@ -36,6 +42,15 @@ class TCPAutoencoderConfig(ShallowEncoderConfig):
         if max_context_tokens is not None:
             fields["appended_tokens"] = -(-max_context_tokens // min(ratios))
         return super().for_base(base, ratios, **fields)
+
+    @property
+    def num_memory_tokens(self) -> int:
+        """Learned tokens behind the context."""
+        return self.appended_tokens
+
+    def chunk_memory_tokens(self, num_tokens: int, ratio: int) -> int:
+        """A learned token for every slot."""
+        return self.chunk_slots(num_tokens, ratio)
 
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
         """Operations of the encoder and of the perceptron."""

@@ -16,7 +16,7 @@ from ..configuration.configuration_gmsa import GMSAConfig
 from ..configuration.configuration_shallow_encoder import first_layers
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
-from .compressor.memory_token_compressor import MemoryTokenModel
+from .compressor.modeling_compressor import CompressorModel
 from .parts.base_precision import Float32Linear, in_base_precision, weights_of
 from .parts.pooling import mean_pool
 
@@ -106,17 +106,15 @@ class LayerSemanticAlignment(nn.Module):
         return torch.autocast(device_type, dtype=decoder_type)
 
 
-class GMSAModel(MemoryTokenModel):
+class GMSAModel(CompressorModel):
     r"""
     Averages r neighbouring states of a shallow encoder, and takes them to the decoder's input through blocks like its
     lowest.
-
-    Args:
-        config ([`GMSAConfig`]): the configuration.
     """
 
     config_class = GMSAConfig
-    method_parts = (*MemoryTokenModel.method_parts, "width_map")
+    pools_windows = True
+    method_parts = ("width_map",)
 
     def __init__(self, config: GMSAConfig):
         super().__init__(config)
@@ -130,10 +128,6 @@ class GMSAModel(MemoryTokenModel):
             # Section 3.2: initialized with the weights from the first k_LSA layers of the decoder.
             self.layer_semantic_alignment.copy_blocks(self.language_model)
         self.post_init()
-
-    @property
-    def pools_windows(self) -> bool:  # type: ignore[override]  # an ablation does not
-        return self.memory_embeddings is None
 
     @property
     def method_parameters(self) -> tuple[str, ...]:
@@ -152,15 +146,11 @@ class GMSAModel(MemoryTokenModel):
             self.layer_semantic_alignment.start_from(self.language_model)
 
     def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Tensor]:
-        if self.memory_embeddings is None:
-            # Equation 2: H = Encoder_k(X).
-            inputs = (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
-            states = self.encoder_states(*inputs, is_full=chunks.is_full, is_right_padded=True)
-            # Section 3.1: H~ = [1 / L_G sum H_{G_1}, ..., 1 / L_G sum H_{G_N}], L_G = r; the last group by its length.
-            merged = [mean_pool(states, chunks.attention_mask, ratio, chunks.lengths)[0] for ratio in ratios]
-        else:
-            # Table 4, "w/o Group Merging": learned tokens behind the context take the groups' place.
-            merged = [states for rows in self.memory_rows(chunks, ratios) for states in self.token_states(rows)]
+        # Equation 2: H = Encoder_k(X).
+        inputs = (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
+        states = self.encoder_states(*inputs, is_full=chunks.is_full, is_right_padded=True)
+        # Section 3.1: H~ = [1 / L_G sum H_{G_1}, ..., 1 / L_G sum H_{G_N}], L_G = r; the last group by its length.
+        merged = [mean_pool(states, chunks.attention_mask, ratio, chunks.lengths)[0] for ratio in ratios]
         return [self.align(summary).to(self.dtype) for summary in merged]
 
     def align(self, summary: Tensor) -> Tensor:
@@ -182,9 +172,6 @@ class GMSAForCausalLM(CompressorForCausalLM):
     -log p(a_i | m~, q, a_<i) (equation 8) where it is an answer, as a mean over tokens. In the second stage
     (`training_stage="keft"`) exactly the W_Q, W_K and W_V of equation 6 train; equation 7 is the decoder's own
     attention, whose d is that of a head.
-
-    Args:
-        config ([`GMSAConfig`]): the configuration.
     """
 
     model_class = GMSAModel

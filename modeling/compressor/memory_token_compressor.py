@@ -103,13 +103,11 @@ class MemoryTokenModel(CompressorModel):
     def __init__(self, config: Any):
         super().__init__(config)
         count = 1 if config.num_memory_tokens is None else config.num_memory_tokens
-        self.memory_embeddings = None
-        if count:
-            self.memory_embeddings = nn.Parameter(torch.zeros(count, config.get_encoder_config().hidden_size))
+        self.memory_embeddings = nn.Parameter(torch.zeros(count, config.get_encoder_config().hidden_size))
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if module is self and self.memory_embeddings is not None:
+        if module is self:
             self.start_memory_tokens(self.memory_embeddings)
 
     def start_memory_tokens(self, tokens: nn.Parameter) -> None:
@@ -143,7 +141,7 @@ class MemoryTokenModel(CompressorModel):
         Raises:
             ValueError: there are fewer.
         """
-        tokens: Any = self.memory_embeddings
+        tokens = self.memory_embeddings
         if self.config.num_memory_tokens is None:
             return tokens.expand(num_memory_tokens, -1)
         if num_memory_tokens > len(tokens):

@@ -90,7 +90,6 @@ def test_contexts_beyond_the_limit_are_left_out_before_samples_are_drawn_and_cou
         (ICAEForCausalLM, {"chunk_size": 20}, 1, 10),
         (FiveHundredXForCausalLM, {"chunk_size": 200}, 2, 170),
         (GMSAForCausalLM, {"encoder_layers": 1}, 2, 256),
-        (GMSAForCausalLM, {"encoder_layers": 1, "appended_tokens": 30}, 2, 60),
         (TCPAutoencoderForCausalLM, {"encoder_layers": 1, "appended_tokens": 200}, 2, 170),
     ],
 )
