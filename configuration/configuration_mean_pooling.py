@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of the mean-pooling compressor."""
 
-import math
 from typing import Any
 
 from .configuration_compressor import CompressorConfig
-from .field_checks import boolean, is_number, lora_or, one_of, positive_int_or_none
+from .field_checks import lora_or, one_of, positive_int_or_none
 from .layer_shape import linear_flops
 
 ENCODER_TYPES = ("language_model", "embeddings")
 ENCODER_ATTENTIONS = ("bidirectional", "causal")
-RATIO_SELECTORS = ("ratio", "log_ratio")
 
 
 class MeanPoolingConfig(CompressorConfig):
@@ -23,7 +21,7 @@ class MeanPoolingConfig(CompressorConfig):
     `linear_after_pooling=False`. (Ratio sampling is a value of the training recipe: `ratio_mode: per_sample`.)
 
     With a `ratio_selector` it is the compressor of "Density-aware Soft Context Compression with Semi-Dynamic
-    Compression Ratio": `ratio="auto"` takes for each chunk the one of `compression_ratios` that its text asks for.
+    Compression Ratio": `ratio="auto"` takes for each context the one of `compression_ratios` that its text asks for.
 
     Args:
         compression_ratios (`int` or sequence of `int`, defaults to `(4, 8, 16, 32, 64, 128)`):
@@ -41,17 +39,15 @@ class MeanPoolingConfig(CompressorConfig):
             What is pooled: the encoder's last hidden states, or `"embeddings"`, the decoder's token embeddings.
         encoder_attention (`str`, defaults to `"bidirectional"`):
             Attention inside the encoder, `"bidirectional"` as in section 4.1 or `"causal"`.
-        ratio_selector (`str`, *optional*):
-            Whether a linear map of the last token's state (hidden_size + 1 parameters) predicts y = log2 of a chunk's
-            ratio, and how `ratio="auto"` takes the nearest of `compression_ratios`: `"ratio"`, to 2^y, as the authors
-            do; `"log_ratio"`, to y among their logarithms. `None`: there is no `ratio="auto"`.
+        ratio_selector (`bool`, defaults to `False`):
+            Whether a linear map of a chunk's last state (hidden_size + 1 parameters) predicts y = log2 of its ratio,
+            and `ratio="auto"` takes the one of `compression_ratios` that is nearest to 2^y.
         ratio_scale (`float`, defaults to 0):
             What `ratio="auto"` adds to y: 1 asks for twice the ratio, -1 for half of it.
         kwargs: fields of [`CompressorConfig`].
     """
 
     model_type = "mean_pooling_compressor"
-    card_fields = {**CompressorConfig.card_fields, "ratio_selector": 'Selector for `ratio="auto"`, nearest by'}
 
     def __init__(
         self,
@@ -62,11 +58,11 @@ class MeanPoolingConfig(CompressorConfig):
         normed_mlp_size: int | None = None,
         encoder_type: str = "language_model",
         encoder_attention: str = "bidirectional",
-        ratio_selector: str | None = None,
+        ratio_selector: bool = False,
         ratio_scale: float = 0.0,
         **kwargs: Any,
     ):
-        self.linear_after_pooling = boolean("linear_after_pooling", linear_after_pooling)
+        self.linear_after_pooling = linear_after_pooling
         self.normed_mlp_size = positive_int_or_none("normed_mlp_size", normed_mlp_size)
         if self.linear_after_pooling and normed_mlp_size is not None:
             raise ValueError(
@@ -86,15 +82,8 @@ class MeanPoolingConfig(CompressorConfig):
                 "`encoder_type='embeddings'` has no encoder: `encoder_lora` and `encoder_config` must be None, got "
                 f"{self.encoder_lora!r} and {type(self.encoder_config).__name__}"
             )
-        self._check_selector(ratio_selector, ratio_scale)
-
-    def _check_selector(self, ratio_selector: Any, ratio_scale: Any) -> None:
-        is_there = ratio_selector is not None
-        self.ratio_selector = one_of("ratio_selector", ratio_selector, RATIO_SELECTORS) if is_there else None
-        if not is_number(ratio_scale) or not math.isfinite(ratio_scale):
-            raise ValueError(f"`ratio_scale` must be a finite number, got {ratio_scale!r}")
-        self.ratio_scale = ratio_scale
-        if self.selects_ratios and (not self.has_encoder or len(self.compression_ratios) < 2):
+        self.ratio_selector, self.ratio_scale = bool(ratio_selector), ratio_scale
+        if self.ratio_selector and (not self.has_encoder or len(self.compression_ratios) < 2):
             raise ValueError(
                 "`ratio_selector` reads an encoder's state and chooses among two or more `compression_ratios`, got "
                 f"`encoder_type={self.encoder_type!r}` and {list(self.compression_ratios)}"
@@ -103,7 +92,7 @@ class MeanPoolingConfig(CompressorConfig):
     @property
     def selects_ratios(self) -> bool:
         """Whether `ratio="auto"` is allowed."""
-        return self.ratio_selector is not None
+        return self.ratio_selector
 
     @property
     def card_text(self) -> str:

@@ -62,7 +62,7 @@ def check_ratios(name: str, ratios: Sequence[int | str | None], arguments: argpa
     Args:
         name: Hub id or folder.
         ratios: as they were given; `None` for the compressor's own.
-        arguments: of the command; `revision`, `allow_untrained_ratio` and `ratio_scale` count where it has them.
+        arguments: of the command; `revision` and `allow_untrained_ratio` count where it has them.
 
     Raises:
         ValueError: no compressor, a ratio that it was not trained for, or one that it cannot select.
@@ -74,10 +74,8 @@ def check_ratios(name: str, ratios: Sequence[int | str | None], arguments: argpa
 
     fields = _fields_of_compressor(name, getattr(arguments, "revision", None))
     trained, method = sorted(ratio_tuple(fields["compression_ratios"])), fields["model_type"]
-    scale = getattr(arguments, "ratio_scale", None)
-    if not fields.get("ratio_selector") and ("auto" in ratios or scale is not None):
-        given = "--ratio auto" if "auto" in ratios else f"--ratio-scale {scale:g}"
-        raise ValueError(f"{given} needs a compressor with a ratio selector; {name} has the ratios {trained}")
+    if "auto" in ratios and not fields.get("ratio_selector"):
+        raise ValueError(f"--ratio auto needs a compressor with a ratio selector; {name} has the ratios {trained}")
     if getattr(arguments, "allow_untrained_ratio", False) or (
         method in CONFIG_MAPPING and not CONFIG_MAPPING[method].is_trained
     ):

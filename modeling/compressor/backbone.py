@@ -25,7 +25,6 @@ from .chunking import (
     gathering_order,
     join,
     memory_position_ids,
-    row_ratios,
     with_markers,
 )
 from .pretrained_compressor import CompressorPreTrainedModel
@@ -72,8 +71,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         Args:
             chunks: right-padded `input_ids`, `attention_mask` and `position_ids`, each `(num_chunks, num_tokens)`, and
                 `lengths`, the number of tokens of each chunk; at least one of them has a token.
-            ratios: For each memory wanted, an int or a LongTensor `(num_chunks,)`; of a method that selects ratios
-                also "auto", which it answers in `chunks.selected_ratios`.
+            ratios: For each memory wanted, an int or a LongTensor `(num_chunks,)`.
 
         Returns:
             For each ratio, slots `(num_chunks, num_slots, hidden_size)`, left-aligned: as many for each chunk as the
@@ -105,24 +103,23 @@ class CompressorBackbone(CompressorPreTrainedModel):
             input_ids: Token ids `(batch_size, num_tokens)`; no special tokens are added, every id counts.
             attention_mask: `(batch_size, num_tokens)`, one for real tokens; pads may stand anywhere. All ones if not
                 given.
-            ratio: Context tokens per slot: an int, a LongTensor `(batch_size,)` with one for each row, "auto", or a
-                list of ints and "auto", which gives one memory each from a single pass of the encoder. The
-                checkpoint's first if not given. With "auto" a checkpoint that has a ratio selector takes for each
-                chunk the one of its ratios that the chunk's text asks for, whatever stands beside it; a row's `ratio`
-                is then the chunks' common one, or ceil(tokens / slots).
+            ratio: Context tokens per slot: an int, a LongTensor `(batch_size,)` with one for each row, or a list of
+                ints, which gives one memory each from a single pass of the encoder. The checkpoint's first if not
+                given. A checkpoint with a ratio selector also takes "auto", the one of its ratios that each context's
+                text asks for.
             allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
             chunk_lengths: `(batch_size, num_passages)`, or a list for each row: how many of a row's tokens are in each
                 of its passages, which are compressed apart from each other; 0 for none. A passage of more than the
                 configuration's `chunk_size` tokens is cut like any context. `None`: a row is one passage.
-            unused: Further inputs of the method, such as `pixel_values`, or the `ratio_scale` of a ratio selector;
-                `token_type_ids`, which some tokenizers add, is ignored.
+            unused: Further inputs of the method, such as `pixel_values`; `token_type_ids`, which some tokenizers add,
+                is ignored.
 
         Returns:
             The memory, or a list of memories if `ratio` is a list.
 
         Raises:
-            ValueError: unknown token ids, a mask of the wrong shape, a ratio that the checkpoint does not have, "auto"
-                without a ratio selector, or a context longer than the encoder's positions.
+            ValueError: unknown token ids, a mask of the wrong shape, a ratio that the checkpoint does not have, or
+                a context longer than the encoder's positions.
             TypeError: an argument that is not known, or a value of another type.
         """
         beside = self.beside_contexts(unused)
@@ -202,7 +199,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
             beside: handed to `encode`, of a method that reads more than contexts.
         """
         config, ids = self.config, context.input_ids
-        ratios = check_ratios(ratios, config.compression_ratios, ids, allow_untrained_ratio, config.selects_ratios)
+        ratios = check_ratios(ratios, config.compression_ratios, ids, allow_untrained_ratio)
         chunks = self.chunks_of(context)
         chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
         encoded: Sequence[Slots]
@@ -210,16 +207,12 @@ class CompressorBackbone(CompressorPreTrainedModel):
             encoded = self.encode_chunks(chunks, chunk_ratios, **beside)
         else:
             encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
-            chunks.selected_ratios = torch.full((len(chunks.lengths),), config.default_ratio, device=ids.device)
         memories: list[CompressedContext] = []
         for ratio, chunk_ratio, slots in zip(ratios, chunk_ratios, encoded, strict=True):
-            own_ratio: Any = chunks.selected_ratios if isinstance(ratio, str) else chunk_ratio
-            counts = self.kept_slots(chunks, own_ratio)
+            counts = self.kept_slots(chunks, chunk_ratio)
             if config.markers_per_chunk and isinstance(slots, Tensor) and max(counts):
                 around = self.marker_embeddings.split([config.slot_markers[side] for side in ("before", "after")])
                 slots, counts = with_markers(slots, counts, *around)
-            if isinstance(ratio, str):
-                ratio = row_ratios(own_ratio, chunks.lengths, counts, chunks.chunks_per_row)
             fields, slot_mask = self.joined_slots(slots, counts, chunks.chunks_per_row)
             is_key_values = config.carrier == "key_values"
             memory = CompressedContext(
@@ -250,18 +243,13 @@ class CompressorBackbone(CompressorPreTrainedModel):
         groups = length_batches(lengths, None, most_tokens, math.inf if is_one_pass else _MOST_PADDING)
         if len(groups) == 1 and (chunks.chunks_per_row == 1 or len(rows) == len(chunks.lengths)):
             return self.slots_of(chunks, ratios, **beside)
-        of_groups, found = [], []
+        found = []
         for group in groups:
             some = [rows[place] for place in group]
             part, index = chunks.take(some), torch.tensor(some, device=chunks.starts.device)
             own = [ratio[index] if isinstance(ratio, Tensor) else ratio for ratio in ratios]
             found.append(self.slots_of(part, own, **beside))
-            of_groups.append(part)
         order = gathering_order([rows[place] for group in groups for place in group], len(chunks.lengths))
-        for name, fill in (("selected_ratios", self.config.default_ratio), ("log_ratios", torch.nan)):
-            parts = [getattr(part, name) for part in of_groups]
-            if parts[0] is not None:
-                setattr(chunks, name, gathered(parts, order, fill))
         return [gathered(slots, order) for slots in zip(*found, strict=True)]
 
     def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
@@ -348,12 +336,7 @@ def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> lis
 
 
 class CompressorHead(CompressorPreTrainedModel):
-    r"""
-    A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`.
-
-    Args:
-        config ([`CompressorConfig`]): the configuration.
-    """
+    """A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
 
     model_class: type[CompressorBackbone]
 

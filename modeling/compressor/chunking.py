@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..memory.compressed_context import KeyValues
 from ..parts.packing import right_padded, take_places
-from ..parts.position_layout import decoder_position_ids
+from ..parts.position_layout import encoder_memory_ids
 
 Slots = Tensor | KeyValues
 
@@ -30,8 +30,6 @@ class Chunks:
         chunks_per_row: Number of chunks of the longest row; shorter rows have empty ones.
         inputs_embeds: `(batch_size * chunks_per_row, chunk_length, hidden_size)`, what the encoder reads in place of
             the ids' own embeddings; `None` for these.
-        selected_ratios: `(batch_size * chunks_per_row,)`, what a method's `encode` has chosen where a ratio is "auto".
-        log_ratios: Same shape, log2 of the ratios that it has chosen these by, NaN for chunks without tokens.
     """
 
     input_ids: Tensor
@@ -41,8 +39,6 @@ class Chunks:
     lengths: list[int]
     chunks_per_row: int
     inputs_embeds: Tensor | None = None
-    selected_ratios: Tensor | None = None
-    log_ratios: Tensor | None = None
 
     def take(self, rows: Sequence[int]) -> Chunks:
         """Some of the chunks, which are then not those of whole contexts, without columns of pads alone."""
@@ -134,28 +130,26 @@ def gathering_order(rows: Sequence[int], num_chunks: int) -> list[int]:
     return [places.get(chunk, len(rows)) for chunk in range(num_chunks)]
 
 
-def gathered(parts: Sequence[Any], order: Sequence[int], fill: float = 0) -> Any:
+def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
     """What groups of chunks have, in the order of all chunks.
 
     Args:
         parts: for each group `(num_chunks_of_group, ...)`, or for each layer keys and values.
         order: see [`gathering_order`].
-        fill: what chunks have that are in no group.
 
     Returns:
-        `(len(order), ...)`, or for each layer keys and values.
+        `(len(order), ...)`, or for each layer keys and values; zeros for chunks that are in no group.
     """
     first = parts[0]
     if not isinstance(first, Tensor):
         layers = [zip(*of_layer, strict=True) for of_layer in zip(*parts, strict=True)]
-        return tuple(tuple(gathered(states, order, fill) for states in of_layer) for of_layer in layers)
+        return tuple(tuple(gathered(states, order) for states in of_layer) for of_layer in layers)
     # Slots stand last but one, in embeddings as in keys and values; groups have unlike numbers of them.
-    if first.dim() > 1:
-        width = max(part.shape[-2] for part in parts)
-        parts = [torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]
+    width = max(part.shape[-2] for part in parts)
+    parts = [torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]
     num_read = sum(len(part) for part in parts)
     if num_read in order:
-        parts = [*parts, parts[0].new_full((1, *parts[0].shape[1:]), fill)]
+        parts = [*parts, parts[0].new_zeros((1, *parts[0].shape[1:]))]
     joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
     if list(order) == list(range(len(joined))):
         return joined
@@ -246,36 +240,8 @@ def memory_position_ids(slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]
     """
     if carrier == "embeddings" and layout != "enhanced":
         return (slot_mask.cumsum(dim=1) - 1).clamp(min=0) * slot_mask
-    ids = torch.zeros_like(slot_mask)
-    for row in range(len(slot_mask)):
-        span = slice(row * chunks.chunks_per_row, (row + 1) * chunks.chunks_per_row)
-        spread = (chunks.lengths[span], counts[span], 0, layout, carrier, "continuation")
-        memory_ids, _ = decoder_position_ids(*spread, device=ids.device)
-        ids[row, : len(memory_ids)] = memory_ids
-    return ids
-
-
-def row_ratios(chunk_ratios: Tensor, lengths: Sequence[int], counts: Sequence[int], chunks_per_row: int) -> Tensor:
-    """The ratio of each context, of whose chunks each has its own: as of memories of the chunks that are joined.
-
-    Args:
-        chunk_ratios: `(batch_size * chunks_per_row,)`.
-        lengths: tokens of each chunk.
-        counts: slots of each chunk.
-        chunks_per_row: chunks of each context.
-
-    Returns:
-        `(batch_size,)`: the chunks' common ratio, or else ceil(tokens / slots).
-    """
-    if chunks_per_row == 1:
-        return chunk_ratios
-    chunks = list(zip(chunk_ratios.tolist(), lengths, counts, strict=True))
-    found = []
-    for start in range(0, len(chunks), chunks_per_row):
-        row = chunks[start : start + chunks_per_row]
-        # Behind a context's own chunks stand empty ones, up to those of the longest.
-        own = [chunk for chunk in row if chunk[1]] or row[:1]
-        distinct = {ratio for ratio, _, _ in own}
-        num_tokens, num_slots = sum(length for _, length, _ in own), sum(count for _, _, count in own)
-        found.append(distinct.pop() if len(distinct) == 1 else -(-num_tokens // num_slots))
-    return torch.tensor(found, device=chunk_ratios.device)
+    device = slot_mask.device
+    lengths, of_chunks = torch.tensor(chunks.lengths, device=device), torch.tensor(counts, device=device)
+    ids = encoder_memory_ids(lengths, of_chunks, chunks.starts, layout, max(counts))
+    joined: Any = join(ids[:, :, None], counts, chunks.chunks_per_row)[0]
+    return joined[:, :, 0] * slot_mask

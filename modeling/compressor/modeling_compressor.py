@@ -75,9 +75,6 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
 
     `forward` returns `last_hidden_state` aligned with `input_ids` (batch_size, num_text_tokens, hidden_size): the
     slots' states are cut off, so any trainer that runs the backbone and then the LM head works without change.
-
-    Args:
-        config ([`CompressorConfig`]): the configuration.
     """
 
     # The method's own modules and parameters, by name: they train, and are float32.
@@ -194,9 +191,8 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         slots = self.encode(chunks, ratios, **beside)
         if not self.config.embedding_residual:
             return slots
-        chosen = [chunks.selected_ratios if isinstance(ratio, str) else ratio for ratio in ratios]
         embeddings = self._embed_text(chunks.input_ids).float()
-        return [self._with_residual(*pair, embeddings, chunks) for pair in zip(slots, chosen, strict=True)]
+        return [self._with_residual(*pair, embeddings, chunks) for pair in zip(slots, ratios, strict=True)]
 
     def _with_residual(self, slots: Any, ratio: Any, embeddings: Tensor, chunks: Chunks) -> Tensor:
         """z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), W = 0 at the start.

@@ -294,40 +294,28 @@ def check_no_new_pads(mask: Tensor, num_new: int) -> None:
         )
 
 
-def check_ratios(
-    ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool, selects: bool = False
-) -> list[Any]:
-    """Ratios as ints or LongTensors `(batch_size,)`, or "auto"; `None` becomes the first trained one.
+def check_ratios(ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> list[Any]:
+    """Ratios as ints or LongTensors `(batch_size,)`; `None` becomes the first trained one.
 
     Args:
         ratios: of the caller.
         trained: of the checkpoint.
         input_ids: what is compressed, `(batch_size, num_tokens)`.
         allow_untrained: whether it may be another one than those.
-        selects: whether "auto" is allowed.
 
     Raises:
-        ValueError: no ratio, "auto" where it is not allowed, one below 1 or above 65,536, one that the checkpoint was
-            not trained for, or a tensor of another shape.
+        ValueError: no ratio, one below 1 or above 65,536, one that the checkpoint was not trained for, or a tensor of
+            another shape.
         TypeError: a ratio that is no number.
     """
     if not ratios:
         raise ValueError(f"`ratio` is an empty list; the checkpoint has the ratios {sorted(trained)}")
-    return [_check_ratio(ratio, trained, input_ids, allow_untrained, selects) for ratio in ratios]
+    return [_check_ratio(ratio, trained, input_ids, allow_untrained) for ratio in ratios]
 
 
-def _check_ratio(
-    ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_untrained: bool, selects: bool
-) -> int | Tensor | str:
+def _check_ratio(ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> int | Tensor:
     if ratio is None:
         return trained[0]
-    if isinstance(ratio, str) and ratio == "auto":
-        if not selects:
-            raise ValueError(
-                "`ratio` is 'auto', but the checkpoint has no ratio selector (`ratio_selector` of its configuration): "
-                f"give one of {sorted(trained)}"
-            )
-        return ratio
     if isinstance(ratio, Tensor) and ratio.dim():
         if tuple(ratio.shape) != (input_ids.shape[0],):
             raise ValueError(
@@ -339,7 +327,10 @@ def _check_ratio(
     else:
         ratio = ratio.item() if isinstance(ratio, Tensor) else ratio
         if not isinstance(ratio, int):
-            raise TypeError(f"`ratio` must be an int, a LongTensor, 'auto' or a list of these, got {ratio!r}")
+            raise TypeError(
+                "`ratio` must be an int, a LongTensor or a list of ints ('auto' needs a checkpoint with a ratio "
+                f"selector), got {ratio!r}"
+            )
         values = {ratio}
     for value in sorted(values):
         if not 1 <= value <= max(_MAX_RATIO, *trained):

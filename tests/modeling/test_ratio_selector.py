@@ -22,7 +22,7 @@ def make(method_cases):
     """`make(**fields)`: a model whose selector tells the texts of the tests apart."""
 
     def build(**fields):
-        fields = {"compression_ratios": RATIOS, "ratio_selector": "ratio", **fields}
+        fields = {"compression_ratios": RATIOS, "ratio_selector": True, **fields}
         model = method_cases["mean_pooling"].build(**fields)
         if model.model.ratio_selector is not None:
             torch.nn.init.constant_(model.model.ratio_selector.bias, 2.0)
@@ -44,20 +44,10 @@ def nearest(y, ratios=RATIOS):
 
 
 def test_thresholds_are_those_of_the_authors():
-    """4, 8 and 16: 6 and 12 between the ratios, 5.657 and 11.314 between their logarithms."""
-    ratios = (16, 4, 8)
-
-    def chosen(values, measure):
-        return nearest_ratios(torch.tensor([math.log2(value) for value in values]), ratios, measure).tolist()
-
-    assert chosen([0.1, 5.99, 6.01, 11.99, 12.01, 999], "ratio") == [4, 4, 8, 8, 16, 16]
-    assert chosen([0.1, 5.65, 5.66, 11.31, 11.32, 999], "log_ratio") == [4, 4, 8, 8, 16, 16]
-    # As near to both, the lower.
-    assert nearest_ratios(torch.tensor([2.5, 3.5, 200.0]), ratios, "log_ratio").tolist() == [4, 8, 16]
-    assert nearest_ratios(torch.tensor([-200.0, 200.0]), ratios, "ratio").tolist() == [4, 16]
-    y = torch.tensor([3.55])
-    assert round(float(y.exp2()), 2) == 11.71
-    assert [nearest_ratios(y, ratios, measure).item() for measure in ("ratio", "log_ratio")] == [8, 16]
+    """4, 8 and 16 are parted by 6 and 12."""
+    predicted = torch.tensor([math.log2(value) for value in (0.1, 5.99, 6.01, 11.99, 12.01, 999)])
+    assert nearest_ratios(predicted, (16, 4, 8)).tolist() == [4, 4, 8, 8, 16, 16]
+    assert nearest_ratios(torch.tensor([-200.0, 200.0]), (16, 4, 8)).tolist() == [4, 16]
 
 
 def test_every_row_of_a_batch_has_the_ratio_of_its_own_text(make, random_rows, pad_rows):
@@ -76,41 +66,24 @@ def test_every_row_of_a_batch_has_the_ratio_of_its_own_text(make, random_rows, p
             assert alone.embeddings.equal(model.compress(row[None], ratio=ratio).embeddings)
 
 
-def test_every_chunk_has_the_ratio_of_its_own_text(make, random_rows, pad_rows):
-    """Chunks are compressed apart: a document is its chunks' memories, joined, whichever ratios these have."""
+def test_a_document_of_several_chunks_asks_for_the_slots_that_these_ask_for(make, random_rows, pad_rows):
     model, rows = make(chunk_size=6), random_rows(LENGTHS, seed=1)
     memory = model.compress(*pad_rows(rows, "left"), ratio="auto")
-    mixed = 0
+    predicted = model.model.predicted_log_ratios(*pad_rows(rows, "left")).tolist()
     for index, row in enumerate(rows):
-        parts = [model.compress(part[None], ratio="auto") for part in row.split(6)]
-        mixed += len({int(part.ratio) for part in parts}) > 1
-        joined = CompressedContext.concatenate(parts) if len(parts) > 1 else parts[0]
-        torch.testing.assert_close(memory[index].embeddings, joined.embeddings, atol=1e-5, rtol=1e-4)
-        assert int(memory.ratio[index]) == int(torch.as_tensor(joined.ratio))
-        assert memory[index].position_ids.tolist() == joined.position_ids.tolist()
-    assert mixed
-    # All of a document's chunks at one ratio: that one, although short chunks have more slots for their tokens.
-    assert model.compress(rows[0][None], ratio="auto", ratio_scale=-99).ratio.tolist() == [2]
+        num_slots = sum(len(part) * 2 ** -log_ratio(model, part[None]) for part in row.split(6))
+        y = math.log2(len(row) / num_slots)
+        assert predicted[index] == pytest.approx(y, abs=1e-4)
+        assert int(memory.ratio[index]) == nearest(y)
 
 
 def test_the_scale_moves_every_ratio_within_the_set(make, random_rows, pad_rows):
     model, batch = make(), pad_rows(random_rows(LENGTHS))
-    ratios = model.compress(*batch, ratio="auto").ratio
-    for scale, least, most in ((1.0, 2, 8), (-1.0, 2, 8), (99, 8, 8), (-99, 2, 2)):
-        moved = model.compress(*batch, ratio="auto", ratio_scale=scale).ratio
-        if abs(scale) == 1:
-            predicted = model.model.compress_with_log_ratios(*batch, ["auto"])[1][:, 0]
-            assert moved.tolist() == [nearest(y + scale) for y in predicted.tolist()]
-        assert [int(moved.min()) >= least, int(moved.max()) <= most] == [True, True]
-        # What the configuration says holds where nothing else is said, and names no other memories.
-        name = model.model.model_id
+    predicted, name = model.model.predicted_log_ratios(*batch).tolist(), model.model.model_id
+    for scale in (1.0, -1.0, 9, -9):
         model.config.ratio_scale = scale
-        assert model.compress(*batch, ratio="auto").ratio.equal(moved)
-        assert model.compress(*batch, ratio="auto", ratio_scale=0).ratio.equal(ratios)
+        assert model.compress(*batch, ratio="auto").ratio.tolist() == [nearest(y + scale) for y in predicted]
         assert model.model.model_id == name
-        model.config.ratio_scale = 0.0
-    # Where 2^y stands between two thresholds, one more doubles the ratio.
-    assert nearest_ratios(torch.tensor([1.8, 2.8]), (2, 4, 8), "ratio").tolist() == [4, 8]
 
 
 def test_a_given_ratio_is_mean_pooling_and_the_selector_one_map_of_a_state(make, method_cases, random_rows, pad_rows):
@@ -127,7 +100,7 @@ def test_a_given_ratio_is_mean_pooling_and_the_selector_one_map_of_a_state(make,
 
 
 def test_it_starts_in_the_middle_of_the_set(pretrained_base):
-    model = MeanPoolingForCausalLM.from_base(pretrained_base, compression_ratios=[4, 8, 16], ratio_selector="ratio")
+    model = MeanPoolingForCausalLM.from_base(pretrained_base, compression_ratios=[4, 8, 16], ratio_selector=True)
     selector = model.model.ratio_selector
     assert selector.bias.item() == pytest.approx(3.0)
     assert selector.weight.abs().max() > 0
@@ -168,7 +141,7 @@ def test_a_saved_checkpoint_selects_the_same(make, random_rows, pad_rows, tmp_pa
     assert doubled.compress(*batch, ratio="auto").ratio.tolist() == [8] * len(LENGTHS)
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     assert half.model.ratio_selector.weight.dtype == torch.float32
-    assert AutoConfig.from_pretrained(tmp_path / "model").ratio_selector == "ratio"
+    assert AutoConfig.from_pretrained(tmp_path / "model").ratio_selector is True
 
 
 def test_a_context_without_tokens_has_no_slots_at_the_first_ratio(make, random_rows, pad_rows):
@@ -183,7 +156,7 @@ def test_a_context_without_tokens_has_no_slots_at_the_first_ratio(make, random_r
 
 def test_the_normed_perceptron_stands_in_the_linear_maps_place(make, method_cases):
     """RMS norm, linear map, GELU, linear map, without biases."""
-    model = make(normed_mlp_size=24, linear_after_pooling=False, ratio_selector=None)
+    model = make(normed_mlp_size=24, linear_after_pooling=False, ratio_selector=False)
     plain = method_cases["mean_pooling"].build(compression_ratios=RATIOS, linear_after_pooling=False)
     size = model.config.hidden_size
     assert model.num_parameters() - plain.num_parameters() == size + 24 * 2 * size
@@ -200,25 +173,17 @@ def test_what_cannot_be_is_refused_with_its_name(make, method_cases):
     ids = ids_of(9)
     plain, model = method_cases["mean_pooling"].model, make()
     for ratio in ("auto", [2, "auto"]):
-        with pytest.raises(ValueError, match=r"'auto'.*no ratio selector.*\[2, 3, 8\]"):
+        with pytest.raises(TypeError, match=r"needs a checkpoint with a ratio selector.*'auto'"):
             plain.compress(ids, ratio=ratio)
-    with pytest.raises(ValueError, match=r"`ratio_scale` is 1\.0.*no ratio selector"):
-        plain.compress(ids, ratio_scale=1.0)
-    for scale in (float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"`ratio_scale` must be a finite number, got {scale}"):
-            model.compress(ids, ratio="auto", ratio_scale=scale)
-    assert len(model.compress(ids, ratio=[2, "auto"], ratio_scale=1.0)) == 2
     with pytest.raises(ValueError, match=r"not trained for the ratio 16; it has \[2, 4, 8\]"):
         model.compress(ids, ratio=16)
-    with pytest.raises(TypeError, match="'auto' or a list of these, got 'Auto'"):
+    with pytest.raises(TypeError, match="got 'Auto'"):
         model.compress(ids, ratio="Auto")
     with pytest.raises(ValueError, match="compressed at ratio 2, `ratio` is auto"):
         model(ids, memory=model.compress(ids), ratio="auto")
     wrong = [
-        ({"ratio_selector": "median"}, r"`ratio_selector` must be one of \['ratio', 'log_ratio'\], got 'median'"),
-        ({"ratio_scale": "1"}, "`ratio_scale` must be a finite number, got '1'"),
-        ({"ratio_selector": "ratio", "compression_ratios": 4}, r"two or more `compression_ratios`, got .*\[4\]"),
-        ({"ratio_selector": "ratio", "encoder_type": "embeddings"}, "`encoder_type='embeddings'`"),
+        ({"ratio_selector": True, "compression_ratios": 4}, r"two or more `compression_ratios`, got .*\[4\]"),
+        ({"ratio_selector": True, "encoder_type": "embeddings"}, "`encoder_type='embeddings'`"),
         ({"normed_mlp_size": 8}, "goes with `linear_after_pooling=False`, got 8"),
     ]
     for fields, message in wrong:

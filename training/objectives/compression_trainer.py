@@ -32,7 +32,7 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
     several, `loss` in the log is the mean, beside `num_ratios_summed` and `loss_sum_over_ratios`.
 
     A compressor with a ratio selector also learns to predict `log_ratios`, log2 of context tokens over those of a
-    summary: the mean squared error over the chunks of rows that have one is added (`loss_ratio_selector`).
+    summary: the mean squared error over the rows that have one is added (`loss_ratio_selector`).
 
     With `context_mode` "full_context" or "no_context" nothing is compressed: the bounds of EPL, Appendix D, of a
     compressor whose task tokens alone train, `trainable_parameters=["task_embeddings$"]`.
@@ -161,11 +161,11 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         """What `compress` makes of the contexts, and the loss of the ratio selector or of the method's own parts."""
         model = self._unwrapped()
         if model.config.selects_ratios:
-            memories, predicted = model.base_model.compress_with_log_ratios(**context, ratios=ratio)
-            # Behind a row's last chunk, and in a row without a summary, there is nothing to learn.
-            errors = predicted - batch.get("log_ratios", predicted.new_full((len(predicted),), torch.nan))[:, None]
+            predicted = model.base_model.predicted_log_ratios(**context)
+            # In a row without a summary there is nothing to learn.
+            errors = predicted - batch.get("log_ratios", torch.full_like(predicted, torch.nan))
             losses = errors[~errors.isnan()].square()
-            return memories, self._own_loss("loss_ratio_selector", losses)
+            return model.compress(**context, ratio=ratio), self._own_loss("loss_ratio_selector", losses)
         if not (model.base_model.has_own_loss and self.model.training):
             return model.compress(**context, ratio=ratio), 0.0
         own_losses: list[Tensor] = []
