@@ -5,18 +5,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from .configuration_compressor import CompressorConfig
-from .field_checks import int_between, one_of
-from .layer_shape import LayerShape, linear_flops
+from .field_checks import check_left_out, int_between, one_of
+from .layer_shape import LayerShape, linear_flops, max_positions
 
 BEACON_MAPS = ("query", "key", "value", "output")
-LAST_GROUPS = ("beacon", "raw")
 # A beacon's keys and values are made by the base and read by it, window by window, before the text is known.
 _LEFT_OUT = ("encoder_lora", "chunk_size", "bos_before_slots", "slots_after_ids")
 
 
 class ActivationBeaconConfig(CompressorConfig):
     r"""
-    Activation Beacon: a beacon token behind every r tokens, whose keys and values stay when its window goes.
+    Activation Beacon: a beacon token behind every r tokens, whose keys and values stay when its window goes. A last
+    group of fewer than r tokens has a beacon, too; the authors' code keeps the tokens of the whole unfinished window.
 
     Args:
         compression_ratios (`int` or sequence of `int`, defaults to `(2, 4, 8, 16, 32)`):
@@ -30,10 +30,6 @@ class ActivationBeaconConfig(CompressorConfig):
         beacon_maps (sequence of `str`, defaults to `("query", "key", "value")`):
             Which maps of attention beacons have for themselves, of `"query"`, `"key"`, `"value"` and `"output"`. In
             the last layer beacons keep the base's query and output: nothing reads what they would change.
-        last_group (`str`, defaults to `"beacon"`):
-            A last group of fewer than r tokens has a beacon of its own, so that there are ceil(n / r) slots; or with
-            `"raw"`, none: its tokens' own keys and values are slots. The authors' code keeps the raw tokens and the
-            beacons of the whole unfinished window.
         kwargs: fields of [`CompressorConfig`], without chunks, an adapter of the encoder or another layout.
     """
 
@@ -46,7 +42,6 @@ class ActivationBeaconConfig(CompressorConfig):
         "window_size": "Tokens of a window",
         "num_sinks": "Sinks",
         "beacon_maps": "Maps of the beacons' own",
-        "last_group": "A short last group is kept as",
     }
 
     def __init__(
@@ -55,7 +50,6 @@ class ActivationBeaconConfig(CompressorConfig):
         window_size: int = 1024,
         num_sinks: int = 0,
         beacon_maps: list[str] | tuple[str, ...] = ("query", "key", "value"),
-        last_group: str = "beacon",
         position_layout: str = "default",
         bos_before_text: bool = False,
         **kwargs: Any,
@@ -66,7 +60,6 @@ class ActivationBeaconConfig(CompressorConfig):
         if not is_list or not all(name in BEACON_MAPS for name in beacon_maps):
             raise ValueError(f"`beacon_maps` must be one or more of {list(BEACON_MAPS)}, got {beacon_maps!r}")
         self.beacon_maps = [name for name in BEACON_MAPS if name in beacon_maps]
-        self.last_group = one_of("last_group", last_group, LAST_GROUPS)
         super().__init__(
             compression_ratios=compression_ratios,
             # Places are numbered anew in front of every window: no other layout knows them.
@@ -74,12 +67,9 @@ class ActivationBeaconConfig(CompressorConfig):
             bos_before_text=bos_before_text,
             **kwargs,
         )
-        for name in _LEFT_OUT:
-            if value := getattr(self, name):
-                raise ValueError(
-                    f"`{name}` must be left out: the base reads a context window by window, and beacons alone have "
-                    f"maps of their own, got {value}"
-                )
+        check_left_out(
+            self, _LEFT_OUT, "the base reads a context window by window, and beacons alone have maps of their own"
+        )
 
     @property
     def encoder_limit(self) -> int | None:
@@ -90,17 +80,9 @@ class ActivationBeaconConfig(CompressorConfig):
         """Tokens of a full window: whole groups of r."""
         return ratio * max(1, self.window_size // ratio)
 
-    def window_beacons(self, num_tokens: int, ratio: int) -> int:
-        """Beacons of one window of so many tokens: ceil(n / r), or floor(n / r) where a short group stays raw."""
-        return num_tokens // ratio if self.last_group == "raw" else -(-num_tokens // ratio)
-
     def chunk_slots(self, num_tokens: int, ratio: int) -> int:
-        """Beacons of all windows, the tokens of a last group that stays raw, and sinks."""
-        # Full windows are whole groups, so that the windows need not be told apart.
-        sinks, raw = min(self.num_sinks, num_tokens), 0
-        if self.last_group == "raw":
-            raw = num_tokens - max(num_tokens - num_tokens % ratio, sinks)
-        return self.window_beacons(num_tokens, ratio) + raw + sinks
+        """Beacons of all windows, which are whole groups but for the last one, and sinks."""
+        return super().chunk_slots(num_tokens, ratio) + min(self.num_sinks, num_tokens)
 
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
         """Operations of the base over every window and its beacons, behind those of earlier ones, and of the maps."""
@@ -120,11 +102,11 @@ class ActivationBeaconConfig(CompressorConfig):
         size = self.window_tokens(ratio)
         for start in range(first, num_tokens, size):
             read = min(size, num_tokens - start)
-            yield self.chunk_slots(start, ratio), read, self.window_beacons(read, ratio)
+            yield self.chunk_slots(start, ratio), read, -(-read // ratio)
 
     def _fits(self, num_tokens: int, ratio: int) -> bool:
         """Whether every window has its positions behind the slots of earlier ones."""
-        limit, size = getattr(self.get_encoder_config(), "max_position_embeddings", None), self.window_tokens(ratio)
+        limit, size = max_positions(self.get_encoder_config()), self.window_tokens(ratio)
         # The last full window reaches further than those before it, and perhaps than a short one behind it.
         last_two = max(0, -(-num_tokens // size) - 2) * size
         return limit is None or all(sum(window) <= limit for window in self._windows(num_tokens, ratio, last_two))

@@ -7,8 +7,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from .configuration_memory_tokens import MemoryTokensConfig
-from .field_checks import boolean, lora_or, one_of
-from .layer_shape import check_at_least, stack_flops
+from .field_checks import lora_or, one_of
+from .layer_shape import stack_flops
 
 COMPRESSOR, READER = "compressor", "reader"
 TRAINING_STAGES = (COMPRESSOR, READER)
@@ -74,7 +74,7 @@ class AutoCompressorConfig(MemoryTokensConfig):
         task_token_ids: dict[str, int] | None = None,
         **kwargs: Any,
     ):
-        self.accumulate_summaries = boolean("accumulate_summaries", accumulate_summaries)
+        self.accumulate_summaries = accumulate_summaries
         self.training_stage = one_of("training_stage", training_stage, TRAINING_STAGES)
         lora = {"dropout": 0.05, "target_modules": _ATTENTION}
         if shared_adapter is None:
@@ -138,8 +138,6 @@ class AutoCompressorConfig(MemoryTokensConfig):
 
     def compression_flops(self, num_context_tokens: int, ratio: int) -> int:
         """Operations of compressing one context: each segment is read behind the summaries so far."""
-        check_at_least(0, num_context_tokens=num_context_tokens)
-        check_at_least(1, ratio=ratio)
         rows = self._rows(num_context_tokens, ratio, 0)
         return sum(stack_flops(self.get_encoder_config(), places) for places in rows)
 

@@ -4,7 +4,7 @@
 from typing import Any
 
 from .configuration_compressor import CompressorConfig
-from .field_checks import boolean, lora_or, one_of
+from .field_checks import lora_or, one_of
 from .layer_shape import linear_flops
 
 TOKEN_ATTENTIONS = ("causal", "bidirectional")
@@ -43,7 +43,7 @@ class CompressionTokensConfig(CompressorConfig):
         **kwargs: Any,
     ):
         self.token_attention = one_of("token_attention", token_attention, TOKEN_ATTENTIONS)
-        self.linear_after_encoder = boolean("linear_after_encoder", linear_after_encoder)
+        self.linear_after_encoder = linear_after_encoder
         super().__init__(
             compression_ratios=compression_ratios,
             encoder_lora=lora_or(encoder_lora, {}),

@@ -9,21 +9,15 @@ from typing import Any, ClassVar
 from transformers import AutoConfig, PreTrainedConfig
 
 from .field_checks import (
-    base_entries,
-    boolean,
     language_model_config,
     lora_settings,
-    marker_counts,
     one_of,
-    pattern_list,
     positive_int_or_none,
     prompt_map,
     ratio_tuple,
-    text,
-    token_id_list,
 )
-from .layer_shape import check_at_least, linear_flops, stack_flops
-from .versions import CODE_VERSION, CONFIG_SCHEMA, check_versions
+from .layer_shape import linear_flops, max_positions, stack_flops
+from .versions import CODE_VERSION, CONFIG_SCHEMA, check_schema
 
 POSITION_LAYOUTS = ("default", "uniform", "enhanced")
 PROMPT_FORMATS = ("plain", "chat")
@@ -91,10 +85,6 @@ class CompressorConfig(PreTrainedConfig):
         trainable_parameters (sequence of `str`, *optional*):
             Regular expressions, searched in parameter names, that replace the method's own trainable set. The set is
             part of the checkpoint and is applied again when it is loaded.
-        restores_context_start (`bool`, defaults to `True`):
-            Whether a reconstruction behind its task token, [AE], starts with what the tokenizer puts in front of a
-            context, such as BOS. Under the enhanced layout its tokens then have the position ids that the encoder gave
-            them: [AE] 0, BOS 1, the first token of the text 2 (as in the code of EPL's authors).
         bos_before_text (`bool`, defaults to `True`):
             Whether a text behind slots starts with BOS where the method has no task token. Where it does not, a
             tokenizer that the compressor is trained with puts none in front of contexts either, and a text without a
@@ -138,6 +128,10 @@ class CompressorConfig(PreTrainedConfig):
     opens_context = False
     # Position of a context's first token under the uniform and enhanced layouts.
     first_context_position = 1
+    # Whether a reconstruction behind its task token, [AE], starts with what the tokenizer puts in front of a context,
+    # such as BOS. Under the enhanced layout its tokens then have the position ids that the encoder gave them: [AE] 0,
+    # BOS 1, the first token of the text 2 (as in the code of EPL's authors).
+    restores_context_start = True
     # Whether long contexts can be cut into chunks.
     has_chunks = True
     # The packaged prompts of texts that start with no task token and stand in no chat: their name, and their question.
@@ -163,7 +157,6 @@ class CompressorConfig(PreTrainedConfig):
         slot_markers: dict[str, int] | None = None,
         embedding_residual: bool = False,
         trainable_parameters: list[str] | tuple[str, ...] | None = None,
-        restores_context_start: bool = True,
         bos_before_text: bool = True,
         bos_before_slots: bool = False,
         slots_after_ids: list[int] | tuple[int, ...] = (),
@@ -189,28 +182,28 @@ class CompressorConfig(PreTrainedConfig):
         self.position_layout = one_of("position_layout", position_layout, POSITION_LAYOUTS)
         self.encoder_lora = lora_settings("encoder_lora", encoder_lora)
         self.decoder_lora = lora_settings("decoder_lora", decoder_lora)
-        self.shared_adapter = boolean("shared_adapter", shared_adapter)
-        self.slot_markers = marker_counts(slot_markers)
-        self.embedding_residual = boolean("embedding_residual", embedding_residual)
-        self.trainable_parameters = pattern_list(trainable_parameters)
-        self.restores_context_start = boolean("restores_context_start", restores_context_start)
-        self.bos_before_text = boolean("bos_before_text", bos_before_text)
-        self.bos_before_slots = boolean("bos_before_slots", bos_before_slots)
-        self.slots_after_ids = token_id_list("slots_after_ids", slots_after_ids)
+        self.shared_adapter = shared_adapter
+        self.slot_markers = {"before": 0, "after": 0, **(slot_markers or {})}
+        self.embedding_residual = embedding_residual
+        if isinstance(trainable_parameters, str):
+            trainable_parameters = [trainable_parameters]
+        self.trainable_parameters = None if trainable_parameters is None else list(trainable_parameters)
+        self.bos_before_text = bos_before_text
+        self.bos_before_slots = bos_before_slots
+        self.slots_after_ids = list(slots_after_ids)
         # Their embeddings stand in this order, which is that of a saved configuration.
         self.task_token_ids = dict(sorted((task_token_ids or {}).items()))
         self.prompts = prompt_map(prompts)
         self.prompt_format = one_of("prompt_format", prompt_format, PROMPT_FORMATS)
-        self.context_prefix = text("context_prefix", context_prefix)
-        self.use_cache = boolean("use_cache", use_cache)
+        self.context_prefix = context_prefix
+        self.use_cache = use_cache
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(self, name, kwargs.pop(name, getattr(self.decoder_config, name, None)))
         self.tie_word_embeddings = kwargs.pop(
             "tie_word_embeddings", bool(getattr(self.decoder_config, "tie_word_embeddings", False))
         )
         for name, default in _RECORD.items():
-            value = kwargs.pop(name, default)
-            setattr(self, name, base_entries(name, value) if name == "external_weights" else value)
+            setattr(self, name, kwargs.pop(name, default))
         super().__init__(**kwargs)
         self._check_parts()
         self.auto_map = self.default_auto_map()
@@ -245,8 +238,8 @@ class CompressorConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As `PreTrainedConfig.from_dict`, of configurations that [`check_versions`] lets pass."""
-        check_versions(config_dict)
+        """As `PreTrainedConfig.from_dict`; a `ValueError` for a configuration that this code does not read."""
+        check_schema(config_dict)
         return super().from_dict(config_dict, **kwargs)
 
     @classmethod
@@ -424,7 +417,7 @@ class CompressorConfig(PreTrainedConfig):
 
     @property
     def max_position_embeddings(self) -> int | None:
-        return getattr(self.decoder_config, "max_position_embeddings", None)
+        return max_positions(self.decoder_config)
 
     # --- how much a context costs, and how long it may be ---
 
@@ -436,7 +429,7 @@ class CompressorConfig(PreTrainedConfig):
     @property
     def encoder_limit(self) -> int | None:
         """Positions of the language model that reads whole chunks, which are then no longer; `None` for no limit."""
-        return getattr(self.get_encoder_config(), "max_position_embeddings", None) if self.has_encoder else None
+        return max_positions(self.get_encoder_config()) if self.has_encoder else None
 
     @property
     def num_memory_tokens(self) -> int | None:
@@ -480,8 +473,6 @@ class CompressorConfig(PreTrainedConfig):
 
     def _chunks(self, num_context_tokens: int, ratio: int) -> list[tuple[int, int]]:
         """Lengths of a context's chunks, and how many there are of each."""
-        check_at_least(0, num_context_tokens=num_context_tokens)
-        check_at_least(1, ratio=ratio)
         size = self.chunk_size or max(1, num_context_tokens)
         full, rest = divmod(num_context_tokens, size)
         return [(length, times) for length, times in ((size, full), (rest, 1)) if length and times]

@@ -4,7 +4,7 @@
 from typing import Any
 
 from .configuration_compressor import CompressorConfig
-from .field_checks import boolean, int_between, is_number, one_of
+from .field_checks import int_between, one_of
 from .layer_shape import linear_flops, perceptron_flops
 
 SLOT_AGGREGATIONS = ("transport", "window_attention", "mean")
@@ -55,13 +55,13 @@ class ComprExITConfig(CompressorConfig):
             (5), maps without bias (5, 7, 9, 10, 12) or LayerNorm (9, 10, 12), no uniform share (10), slots that the
             receivers' mass does not divide (12). The map W_l of equation 5 is one for all layers, as its layer
             embedding and the share of extra parameters tell.
-        segment_windows (`int`, defaults to 4):
-            Windows that the encoder reads at a time in inference, on an accelerator at least 8,192 tokens in all; the
-            hidden states of all layers are held for no more than these.
         kwargs: fields of [`CompressorConfig`].
     """
 
     model_type = "comprexit_compressor"
+    # Windows that the encoder reads at a time in inference, on an accelerator at least 8,192 tokens in all: the states of
+    # all layers are held for no more than these.
+    segment_windows = 4
     # The authors' code.
     plain_prompts = (
         "comprexit",
@@ -92,27 +92,27 @@ class ComprExITConfig(CompressorConfig):
         uniform_sender_share: float | None = None,
         shuffled_receivers: bool = False,
         literal_equations: bool = False,
-        segment_windows: int = 4,
         **kwargs: Any,
     ):
         self.gate_size = int_between("gate_size", gate_size, 1)
-        self.gate_temperature = _positive_number("gate_temperature", gate_temperature)
+        self.gate_temperature = gate_temperature
         self.slot_aggregation = one_of("slot_aggregation", slot_aggregation, SLOT_AGGREGATIONS)
         self.window_size = int_between("window_size", window_size, 1)
         self.metric_size = int_between("metric_size", metric_size, 1)
-        self.transport_epsilon = _positive_number("transport_epsilon", transport_epsilon)
+        self.transport_epsilon = transport_epsilon
         self.transport_iterations = int_between("transport_iterations", transport_iterations, 1)
-        self.shuffled_receivers = boolean("shuffled_receivers", shuffled_receivers)
-        self.literal_equations = boolean("literal_equations", literal_equations)
-        self.uniform_sender_share = _share("uniform_sender_share", uniform_sender_share, literal_equations)
-        self.segment_windows = int_between("segment_windows", segment_windows, 1)
+        self.shuffled_receivers = shuffled_receivers
+        self.literal_equations = literal_equations
+        usual_share = 0.0 if literal_equations else 0.05
+        self.uniform_sender_share = usual_share if uniform_sender_share is None else uniform_sender_share
         super().__init__(compression_ratios=compression_ratios, bos_before_slots=bos_before_slots, **kwargs)
-        self.token_anchors = _token_anchors(token_anchors, self.get_encoder_config().num_hidden_layers)
-        if self.shuffled_receivers and self.slot_aggregation != "transport":
+        num_layers = self.get_encoder_config().num_hidden_layers
+        if token_anchors not in (GATE, LAST_LAYER, *range(num_layers + 1)):
             raise ValueError(
-                "`shuffled_receivers` belongs to `slot_aggregation='transport'`, which alone has receivers, got "
-                f"{self.slot_aggregation!r}"
+                f"`token_anchors` must be {GATE!r}, {LAST_LAYER!r} or a layer from 0 to {num_layers}, got "
+                f"{token_anchors!r}"
             )
+        self.token_anchors = token_anchors
 
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
         """Operations of the encoder, the gate, the transport or what stands in its place, and the perceptron."""
@@ -144,26 +144,3 @@ class ComprExITConfig(CompressorConfig):
         # An iteration multiplies the kernel by one scaling for the rows, and by one for the columns.
         iterations = 2 * linear_flops(pairs, 1, self.transport_iterations)
         return plan + iterations + linear_flops(pairs, 1, width) + linear_flops(slots, width, width)
-
-
-def _positive_number(field: str, value: Any) -> float:
-    if not is_number(value) or not 0 < value < float("inf"):
-        raise ValueError(f"`{field}` must be a finite number above 0, got {value!r}")
-    return value
-
-
-def _share(field: str, value: Any, literal_equations: bool) -> float:
-    if value is None:
-        return 0.0 if literal_equations else 0.05
-    if not is_number(value) or not 0 <= value <= 1:
-        raise ValueError(f"`{field}` must be a number from 0 to 1 or None, got {value!r}")
-    return value
-
-
-def _token_anchors(value: Any, num_layers: int) -> str | int:
-    is_layer = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= num_layers
-    if value not in (GATE, LAST_LAYER) and not is_layer:
-        raise ValueError(
-            f"`token_anchors` must be {GATE!r}, {LAST_LAYER!r} or a layer from 0 to {num_layers}, got {value!r}"
-        )
-    return value

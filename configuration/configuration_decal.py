@@ -4,10 +4,10 @@
 import copy
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, T5Config
 
 from .configuration_compressor import RETRIEVAL_LOADER, CompressorConfig
-from .field_checks import boolean, one_of
+from .field_checks import one_of
 from .layer_shape import LayerShape
 
 COMPRESSIONS = ("latents", "attention_pooling", "none")
@@ -89,7 +89,7 @@ class DeCALConfig(CompressorConfig):
     ):
         self.compression = one_of("compression", compression, COMPRESSIONS)
         self.latent_placement = one_of("latent_placement", latent_placement, LATENT_PLACEMENTS)
-        self.latent_pooling = boolean("latent_pooling", latent_pooling)
+        self.latent_pooling = latent_pooling
         self.encoder_attention = one_of("encoder_attention", encoder_attention, ENCODER_ATTENTIONS)
         self.question_placement = one_of("question_placement", question_placement, QUESTION_PLACEMENTS)
         if isinstance(decoder_config, DeCALConfig):
@@ -99,7 +99,7 @@ class DeCALConfig(CompressorConfig):
             decoder_config = decoder_config.decoder_config
         if decoder_config is None or isinstance(decoder_config, dict):
             decoder_config = {**FROM_SCRATCH, **(decoder_config or {})}
-        elif getattr(decoder_config, "model_type", None) != "t5":
+        elif not isinstance(decoder_config, T5Config):
             raise ValueError(f"`decoder_config` must be a T5Config, got {type(decoder_config).__name__}")
         if compression_ratios is None:
             compression_ratios = 1 if compression == "none" else 2
@@ -131,12 +131,6 @@ class DeCALConfig(CompressorConfig):
         if self.compression == "none" and self.compression_ratios != (1,):
             raise ValueError(
                 f"`compression_ratios` must be 1 with `compression='none'`, got {self.compression_ratios!r}"
-            )
-        own = (self.latent_placement, self.latent_pooling, self.encoder_attention)
-        if self.compression != "latents" and own != ("prepended", True, "bidirectional"):
-            raise ValueError(
-                "`latent_placement`, `latent_pooling` and `encoder_attention` must be 'prepended', True and "
-                f"'bidirectional' with `compression={self.compression!r}`, got {own!r}"
             )
         if self.encoder_attention == "causal" and self.latent_placement != "appended":
             raise ValueError(

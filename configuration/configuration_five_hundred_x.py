@@ -4,7 +4,7 @@
 from typing import Any
 
 from .configuration_memory_tokens import MemoryTokensConfig
-from .field_checks import one_of
+from .field_checks import check_left_out, one_of
 
 RECONSTRUCTION_TRIGGERS = ("[AE]", "bos")
 
@@ -27,11 +27,9 @@ class FiveHundredXConfig(MemoryTokensConfig):
     def __init__(self, reconstruction_trigger: str = "[AE]", **kwargs: Any):
         self.reconstruction_trigger = one_of("reconstruction_trigger", reconstruction_trigger, RECONSTRUCTION_TRIGGERS)
         super().__init__(**kwargs)
-        for name in ("bos_before_slots", "slots_after_ids"):
-            if value := getattr(self, name):
-                raise ValueError(
-                    f"`{name}` must be {type(value)()}: keys and values are made before the text is known, got {value}"
-                )
+        check_left_out(
+            self, ("bos_before_slots", "slots_after_ids"), "keys and values are made before the text is known"
+        )
         if reconstruction_trigger == "bos":
             if self.bos_token_id is None:
                 raise ValueError("`reconstruction_trigger='bos'` needs a base with a BOS token, got bos_token_id None")

@@ -4,7 +4,7 @@
 from typing import Any
 
 from .configuration_compressor import CompressorConfig
-from .field_checks import one_of
+from .field_checks import check_left_out, one_of
 
 # Positions in the memory, or in the context.
 SELECTION_LAYOUTS = ("default", "enhanced")
@@ -49,9 +49,4 @@ class KeyValueSelectionConfig(CompressorConfig):
             bos_before_text=bos_before_text,
             **kwargs,
         )
-        for name in _LEFT_OUT:
-            if value := getattr(self, name):
-                raise ValueError(
-                    f"`{name}` must be left out: the base reads a context whole and as it is, and nothing trains, "
-                    f"got {value}"
-                )
+        check_left_out(self, _LEFT_OUT, "the base reads a context whole and as it is, and nothing trains")

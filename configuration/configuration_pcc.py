@@ -4,7 +4,7 @@
 from typing import Any
 
 from .configuration_memory_tokens import MemoryTokensConfig
-from .field_checks import boolean, lora_or
+from .field_checks import lora_or
 from .layer_shape import perceptron_flops
 
 
@@ -30,8 +30,6 @@ class PCCConfig(MemoryTokensConfig):
         task_token_ids (`dict[str, int]`, *optional*):
             Id of [AE], which stands in front of a reconstruction; any other text follows </mem> as it is. By default
             the first id behind the base's vocabulary.
-        restores_context_start (`bool`, defaults to `False`):
-            The text of a reconstruction starts right behind [AE].
         bos_before_slots (`bool`, defaults to `True`):
             BOS stands in front of the first <mem>, also where [AE] follows the slots.
         kwargs: fields of [`MemoryTokensConfig`] and [`CompressorConfig`]. With `memory_tokens="fixed"` every segment
@@ -39,6 +37,8 @@ class PCCConfig(MemoryTokensConfig):
     """
 
     model_type = "pcc_compressor"
+    # The text of a reconstruction starts right behind [AE].
+    restores_context_start = False
     card_fields = {**MemoryTokensConfig.card_fields, "train_encoder": "Whether the whole encoder was trained"}
 
     def __init__(
@@ -48,18 +48,16 @@ class PCCConfig(MemoryTokensConfig):
         encoder_lora: dict[str, Any] | str | None = "default",
         train_encoder: bool = False,
         slot_markers: dict[str, int] | str | None = "default",
-        restores_context_start: bool = False,
         bos_before_slots: bool = True,
         **kwargs: Any,
     ):
-        self.train_encoder = boolean("train_encoder", train_encoder)
+        self.train_encoder = train_encoder
         default_lora = {"rank": 64, "alpha": 32.0, "dropout": 0.1, "target_modules": "all-linear"}
         super().__init__(
             compression_ratios=compression_ratios,
             chunk_size=chunk_size,
             encoder_lora=lora_or(encoder_lora, None if train_encoder else default_lora),
             slot_markers={"before": 1, "after": 1} if slot_markers == "default" else slot_markers,
-            restores_context_start=restores_context_start,
             bos_before_slots=bos_before_slots,
             **kwargs,
         )

@@ -4,7 +4,7 @@
 from typing import Any
 
 from .configuration_compressor import CompressorConfig
-from .field_checks import int_between, lora_or, one_of, token_id_list
+from .field_checks import check_left_out, int_between, lora_or, one_of
 from .layer_shape import linear_flops
 
 # Keys and values are made before the text is known, by the model that reads them.
@@ -50,7 +50,7 @@ class RankedKeyValuesConfig(CompressorConfig):
         position_layout: str = "enhanced",
         **kwargs: Any,
     ):
-        self.opening_ids = token_id_list("opening_ids", opening_ids)
+        self.opening_ids = list(opening_ids)
         self.repeat_size = int_between("repeat_size", repeat_size, 16)
         has_adapter = encoder_lora is not None
         if shared_adapter not in (None, has_adapter):
@@ -65,12 +65,11 @@ class RankedKeyValuesConfig(CompressorConfig):
             position_layout=one_of("position_layout", position_layout, ("enhanced",)),
             **kwargs,
         )
-        for name in (*_LEFT_OUT, *(() if has_adapter else ("decoder_lora",))):
-            if value := getattr(self, name):
-                raise ValueError(
-                    f"`{name}` must be left out: the model that reads the text has read the context, before the text "
-                    f"was known, got {value}"
-                )
+        check_left_out(
+            self,
+            _LEFT_OUT if has_adapter else (*_LEFT_OUT, "decoder_lora"),
+            "the model that reads the text has read the context, before the text was known",
+        )
 
     def _fits(self, num_tokens: int, ratio: int) -> bool:
         """Chunks alone need positions in the base."""

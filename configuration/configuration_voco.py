@@ -6,7 +6,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from .configuration_compressor import CompressorConfig
-from .field_checks import language_model_config, lora_or, positive_int_or_none
+from .field_checks import check_left_out, language_model_config, lora_or, positive_int_or_none
 
 
 class VoCoConfig(CompressorConfig):
@@ -76,12 +76,11 @@ class VoCoConfig(CompressorConfig):
             **kwargs,
         )
         left_out = ["encoder_config", "bos_before_slots", "slots_after_ids"]
-        for name in left_out if has_adapter else [*left_out, "decoder_lora"]:
-            if value := getattr(self, name):
-                raise ValueError(
-                    f"`{name}` must be left out: the same weights read a context with VoCo tokens behind it, and then "
-                    f"the text, got {value}"
-                )
+        check_left_out(
+            self,
+            left_out if has_adapter else [*left_out, "decoder_lora"],
+            "the same weights read a context with VoCo tokens behind it, and then the text",
+        )
 
     def chunk_slots(self, num_tokens: int, ratio: int) -> int:
         """`num_voco_tokens`, or else ceil(n / r)."""

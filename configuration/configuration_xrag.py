@@ -10,8 +10,8 @@ from typing import Any
 from transformers.utils import cached_file, logging
 
 from .configuration_compressor import CompressorConfig
-from .field_checks import boolean, one_of, token_id_list
-from .layer_shape import perceptron_flops, stack_flops
+from .field_checks import one_of
+from .layer_shape import max_positions, perceptron_flops, stack_flops
 
 logger = logging.get_logger(__name__)
 
@@ -75,9 +75,9 @@ class XRAGConfig(CompressorConfig):
         **kwargs: Any,
     ):
         self.passage_readout = one_of("passage_readout", passage_readout, PASSAGE_READOUTS)
-        self.normalize_embeddings = boolean("normalize_embeddings", normalize_embeddings)
-        self.passage_start_ids = token_id_list("passage_start_ids", passage_start_ids)
-        self.passage_end_ids = token_id_list("passage_end_ids", passage_end_ids)
+        self.normalize_embeddings = normalize_embeddings
+        self.passage_start_ids = list(passage_start_ids)
+        self.passage_end_ids = list(passage_end_ids)
         super().__init__(compression_ratios=compression_ratios, **kwargs)
         for ratio in self.compression_ratios:
             self.check_passage(ratio)
@@ -135,7 +135,7 @@ class XRAGConfig(CompressorConfig):
     @property
     def _positions(self) -> int | None:
         encoder = self.get_encoder_config()
-        limit = getattr(encoder, "max_position_embeddings", None)
+        limit = max_positions(encoder)
         return limit - encoder.pad_token_id - 1 if encoder.model_type in _POSITIONS_BEHIND_PAD else limit
 
     @property

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a configuration's fields: each gives the value back, or raises a `ValueError` that names the field."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -19,18 +20,25 @@ def one_of(field: str, value: Any, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def boolean(field: str, value: Any) -> bool:
-    """Return `value` if it is a bool, else raise a `ValueError` that names the field."""
-    if not isinstance(value, bool):
-        raise ValueError(f"`{field}` must be True or False, got {value!r}")
+def int_between(field: str, value: Any, least: int, most: int | None = None) -> int:
+    """Return `value` if it is an int within limits, else raise a `ValueError` that names the field."""
+    if not isinstance(value, int) or value < least or (most is not None and value > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"`{field}` must be an int {limits}, got {value!r}")
     return value
 
 
-def int_between(field: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return `value` if it is an int within limits, else raise a `ValueError` that names the field."""
-    if not _is_int(value) or value < least or (most is not None and value > most):
-        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"`{field}` must be an int {limits}, got {value!r}")
+def check_left_out(config: PreTrainedConfig, fields: Iterable[str], reason: str) -> None:
+    """Raise a `ValueError` that names the first of some fields of a configuration that has a value."""
+    for field in fields:
+        if value := getattr(config, field):
+            raise ValueError(f"`{field}` must be left out: {reason}, got {value}")
+
+
+def positive_int_or_none(field: str, value: Any) -> int | None:
+    """Return `value` if it is `None` or an int of at least 1, else raise a `ValueError` that names the field."""
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise ValueError(f"`{field}` must be an int of at least 1 or None, got {value!r}")
     return value
 
 
@@ -39,41 +47,17 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def positive_int_or_none(field: str, value: Any) -> int | None:
-    if value is not None and (not _is_int(value) or value < 1):
-        raise ValueError(f"`{field}` must be an int of at least 1 or None, got {value!r}")
-    return value
-
-
-def token_id_list(field: str, value: Any) -> list[int]:
-    if not isinstance(value, (list, tuple)) or not all(_is_int(token_id) and token_id >= 0 for token_id in value):
-        raise ValueError(f"`{field}` must be a list of token ids of at least 0, got {value!r}")
-    return list(value)
-
-
 def ratio_tuple(value: Any) -> tuple[int, ...]:
+    """Return one or more different ratios as a tuple, else raise a `ValueError`."""
     ratios = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    if not ratios or not all(_is_int(ratio) and ratio >= 1 for ratio in ratios) or len(set(ratios)) != len(ratios):
+    are_ints = all(isinstance(ratio, int) and not isinstance(ratio, bool) and ratio >= 1 for ratio in ratios)
+    if not ratios or not are_ints or len(set(ratios)) != len(ratios):
         raise ValueError(f"`compression_ratios` must be one or more different ints of at least 1, got {value!r}")
     return ratios
 
 
-def base_entries(field: str, value: Any) -> dict[str, dict[str, Any]] | None:
-    """Return a light checkpoint's record of its bases, or `None`, else raise a `ValueError` that names the field."""
-    if value is None:
-        return None
-    needed = ("repo_id", "revision", "weights", "samples", "dtype")
-    is_mapping = isinstance(value, dict) and value.keys() <= {"decoder", "encoder"}
-    if not is_mapping or not all(isinstance(entry, dict) and entry.keys() >= set(needed) for entry in value.values()):
-        raise ValueError(f"`{field}` must be None, or of decoder and encoder dicts with {list(needed)}, got {value!r}")
-    return value
-
-
 def language_model_config(field: str, value: Any) -> PreTrainedConfig:
+    """Return a language model's configuration, which may come as a dict with `model_type`."""
     if isinstance(value, PreTrainedConfig):
         return value
     if not isinstance(value, dict) or "model_type" not in value:
@@ -84,68 +68,36 @@ def language_model_config(field: str, value: Any) -> PreTrainedConfig:
     return CONFIG_MAPPING[model_type](**fields)
 
 
-def marker_counts(value: Any) -> dict[str, int]:
-    """How many learned vectors stand on each side of a chunk's slots."""
-    value = {} if value is None else value
-    counts = value.values() if isinstance(value, dict) else ()
-    known = isinstance(value, dict) and set(value) <= {"before", "after"}
-    if not known or not all(_is_int(count) and count >= 0 for count in counts):
-        raise ValueError(f"`slot_markers` must map 'before' and 'after' to ints of at least 0, got {value!r}")
-    return {"before": 0, "after": 0, **value}
-
-
 def lora_or(value: Any, default: dict[str, Any] | None) -> dict[str, Any] | None:
     """A method's own adapter where the value is "default"."""
     return default if value == "default" else value
 
 
 def lora_settings(field: str, value: Any) -> dict[str, Any] | None:
+    """Return an adapter's settings with the defaults of those that are left out, or `None` for no adapter."""
     if value is None:
         return None
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not value.keys() <= _LORA_DEFAULTS.keys():
         raise ValueError(f"`{field}` must be a dict with the keys {sorted(_LORA_DEFAULTS)} or None, got {value!r}")
-    unknown = sorted(set(value) - set(_LORA_DEFAULTS))
-    if unknown:
-        raise ValueError(f"`{field}` has unknown keys {unknown}; allowed are {sorted(_LORA_DEFAULTS)}")
     lora = {**_LORA_DEFAULTS, **value}
-    if not _is_int(lora["rank"]) or lora["rank"] < 1:
-        raise ValueError(f"`{field}['rank']` must be an int of at least 1, got {lora['rank']!r}")
+    int_between(f"{field}['rank']", lora["rank"], 1)
     targets = lora["target_modules"]
-    names = isinstance(targets, (list, tuple)) and targets and all(isinstance(name, str) and name for name in targets)
-    if targets != "all-linear" and not names:
-        raise ValueError(
-            f"`{field}['target_modules']` must be 'all-linear' or a list of module names, got {targets!r}"
-        )
-    lora["target_modules"] = "all-linear" if targets == "all-linear" else list(targets)
+    if targets != "all-linear":
+        if isinstance(targets, str) or not targets:
+            raise ValueError(
+                f"`{field}['target_modules']` must be 'all-linear' or a list of module names, got {targets!r}"
+            )
+        lora["target_modules"] = list(targets)
     return lora
 
 
-def pattern_list(value: Any) -> list[str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(pattern, str) for pattern in value):
-        raise ValueError(
-            f"`trainable_parameters` must be a list of regular expressions, at least one, or None, got {value!r}"
-        )
-    return list(value)
-
-
-def text(field: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"`{field}` must be a text, got {value!r}")
-    return value
-
-
-def prompt_map(value: Any) -> dict[str, str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
-        raise ValueError(f"`prompts` must map tasks to texts or be None, got {value!r}")
-    for task, prompt in value.items():
+def prompt_map(value: dict[str, str] | None) -> dict[str, str] | None:
+    """Return prompts by task; that of questions holds `{question}` once, and no other does."""
+    for task, prompt in (value or {}).items():
         check_choice("task of `prompts`:", task, PROMPTED_TASKS)
         if prompt.count("{question}") != (task == "question_answering"):
             raise ValueError(
                 f"`prompts` must hold {{question}} once in 'question_answering' and nowhere else, got {task!r}: "
                 f"{prompt!r}"
             )
-    return dict(value)
+    return value if value is None else dict(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of a transformer layer, and the floating-point operations that follow from them (GMSA, Appendix G).
+"""Limits and sizes of language models, and the floating-point operations that follow from them (GMSA, Appendix G).
 
 As in the appendix, attention counts every pair of tokens whatever its mask, the softmax counts, and norms, rotations,
 embeddings and the LM head do not; adapters count as merged into the weights. Everything is for one sequence.
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 # Families whose feed-forward part has no gate.
 _UNGATED = ("bert", "roberta", "xlm-roberta", "mpnet", "gpt_neox", "opt")
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """The most positions of a language model; `None` where its configuration names no limit."""
+    return getattr(config, "max_position_embeddings", None)
 
 
 @dataclass(frozen=True)
@@ -103,15 +108,6 @@ class LayerShape:
         return keys_and_values + 2 * length * projection + scores
 
 
-def check_at_least(least: int, **values: int) -> None:
-    """Raise a `TypeError` for what is no int, and a `ValueError` for an int below `least`, by its name."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
 def layer_flops(
     length: int,
     hidden_size: int,
@@ -120,15 +116,7 @@ def layer_flops(
     num_key_value_heads: int,
     intermediate_size: int,
 ) -> int:
-    """Operations of one layer, attention and feed-forward, over `length` tokens at once (equations 9 and 10).
-
-    Raises:
-        TypeError: an argument that is no int.
-        ValueError: a size below 1, or a length below 0.
-    """
-    check_at_least(0, length=length)
-    check_at_least(1, hidden_size=hidden_size, head_dim=head_dim, num_heads=num_heads)
-    check_at_least(1, num_key_value_heads=num_key_value_heads, intermediate_size=intermediate_size)
+    """Operations of one layer, attention and feed-forward, over `length` tokens at once (equations 9 and 10)."""
     return LayerShape(hidden_size, head_dim, num_heads, num_key_value_heads, intermediate_size).flops(length)
 
 

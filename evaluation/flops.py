@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..configuration.configuration_compressor import CompressorConfig
-from ..configuration.layer_shape import LayerShape, check_at_least, stack_flops
+from ..configuration.layer_shape import LayerShape, stack_flops
 from ..configuration.methods import methods_on
 from ..reporting.tables import markdown_table
 from .model_shapes import config_of, method_config
@@ -58,10 +58,8 @@ def generation_flops(
         slots_are_key_values: the slots stand in the cache from the start (500xCompressor).
 
     Raises:
-        ValueError: a number below zero, no token to read or to write, or key/value slots without a cache.
+        ValueError: key/value slots without a cache.
     """
-    check_at_least(0, num_slots=num_slots, question_length=question_length)
-    check_at_least(1, answer_length=answer_length)
     if slots_are_key_values and not cached:
         raise ValueError("slots_are_key_values needs cached=True: without a cache there is no place for them")
     if config.is_encoder_decoder:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import initialization as init
 
 from ..configuration.configuration_activation_beacon import ActivationBeaconConfig
+from ..configuration.layer_shape import max_positions
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
 from .compressor.modeling_compressor import CompressorModel
@@ -114,10 +115,15 @@ def attention_maps(backbone: nn.Module, names: Sequence[str], with_adapters: boo
     """
     layers = []
     for module in backbone.modules():
-        if not all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj")):
+        children = dict(module.named_children())
+        if not children.keys() >= {"q_proj", "k_proj", "v_proj"}:
             continue
-        found = {name: next((getattr(module, n) for n in _NAMES[name] if hasattr(module, n)), None) for name in names}
-        layers.append({name: m if with_adapters else getattr(m, "base_layer", m) for name, m in found.items()})
+        maps = {name: next((children[n] for n in _NAMES[name] if n in children), None) for name in names}
+        if not with_adapters:
+            maps = {
+                name: m if m is None else dict(m.named_children()).get("base_layer", m) for name, m in maps.items()
+            }
+        layers.append(maps)
     config: Any = backbone.config
     if len(layers) != config.num_hidden_layers or any(linear is None for layer in layers for linear in layer.values()):
         raise ValueError(
@@ -131,9 +137,6 @@ class ActivationBeaconModel(CompressorModel):
     r"""
     Activation Beacon: reads a context window by window, with a beacon behind every r tokens that has maps of its own;
     the keys and values of the beacons are all that later windows, and the text, read of earlier ones.
-
-    Args:
-        config ([`ActivationBeaconConfig`]): the configuration.
     """
 
     config_class = ActivationBeaconConfig
@@ -255,7 +258,7 @@ class ActivationBeaconModel(CompressorModel):
         """
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         num_sinks = 0 if memory.width else self.config.num_sinks
-        window = beacon_window(starts, lengths, ratios, self.config.last_group, num_sinks, input_ids.device)
+        window = beacon_window(starts, lengths, ratios, num_sinks, input_ids.device)
         return self.read_window(input_ids, window, memory)
 
     def read_window(
@@ -272,7 +275,7 @@ class ActivationBeaconModel(CompressorModel):
         reach = max(old + new for old, new in zip(memory.num_slots, window.num_places, strict=True))
         if not self.training:
             # A run does not stop at a text for whose windows low ratios were drawn.
-            limit = _num_positions(self)
+            limit = max_positions(backbone.config)
             if limit is not None and reach > limit:
                 raise ValueError(
                     f"a window and the slots in front of it need {reach} positions, the base has {limit} "
@@ -311,10 +314,6 @@ class ActivationBeaconModel(CompressorModel):
         return (slot_mask.cumsum(dim=1) - 1) * slot_mask
 
 
-def _num_positions(model: ActivationBeaconModel) -> int | None:
-    return getattr(model.encoder_backbone.config, "max_position_embeddings", None)
-
-
 class SlidingMemory:
     r"""
     What stays of a text that is read as it comes: the latest beacons, and the sinks. Its size, and that of every pass,
@@ -340,7 +339,7 @@ class SlidingMemory:
         empty = torch.zeros(0, 0, dtype=torch.long, device=model.device)
         self.ratio: int = check_ratios([ratio], config.compression_ratios, empty, False)[0]
         size = config.window_tokens(self.ratio)
-        window, limit = size + size // self.ratio, _num_positions(model)
+        window, limit = size + size // self.ratio, max_positions(config.get_encoder_config())
         if limit is not None and limit - window <= config.num_sinks:
             raise ValueError(
                 f"`ratio` must be higher than {self.ratio}, or `window_size` smaller: a window and its beacons take "
@@ -414,12 +413,7 @@ class SlidingMemory:
 
 
 class ActivationBeaconForCausalLM(CompressorForCausalLM):
-    r"""
-    [`ActivationBeaconModel`] with the decoder's LM head.
-
-    Args:
-        config ([`ActivationBeaconConfig`]): the configuration.
-    """
+    """[`ActivationBeaconModel`] with the decoder's LM head."""
 
     model_class = ActivationBeaconModel
 

@@ -22,9 +22,6 @@ class AutoCompressorModel(MemoryTokenModel):
     r"""
     Reads a context segment by segment, each behind the summaries of those before it; the last hidden states of the
     summary tokens behind a segment are its summary, and all summaries are the slots.
-
-    Args:
-        config ([`AutoCompressorConfig`]): the configuration.
     """
 
     config_class = AutoCompressorConfig
@@ -145,11 +142,6 @@ class AutoCompressorModel(MemoryTokenModel):
 
 
 class AutoCompressorForCausalLM(CompressorForCausalLM):
-    r"""
-    [`AutoCompressorModel`] with the decoder's LM head, which reads the summaries as segments do.
-
-    Args:
-        config ([`AutoCompressorConfig`]): the configuration.
-    """
+    """[`AutoCompressorModel`] with the decoder's LM head, which reads the summaries as segments do."""
 
     model_class = AutoCompressorModel

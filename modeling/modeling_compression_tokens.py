@@ -13,12 +13,7 @@ from .parts.base_precision import Float32Linear
 
 
 class CompressionTokensModel(MemoryTokenModel):
-    r"""
-    Copies of one learned token behind the context, whose last hidden states become the slots.
-
-    Args:
-        config ([`CompressionTokensConfig`]): the configuration.
-    """
+    """Copies of one learned token behind the context, whose last hidden states become the slots."""
 
     config_class = CompressionTokensConfig
     method_parts = (*MemoryTokenModel.method_parts, "slot_projection")
@@ -55,11 +50,6 @@ class CompressionTokensModel(MemoryTokenModel):
 
 
 class CompressionTokensForCausalLM(CompressorForCausalLM):
-    r"""
-    [`CompressionTokensModel`] with the decoder's LM head.
-
-    Args:
-        config ([`CompressionTokensConfig`]): the configuration.
-    """
+    """[`CompressionTokensModel`] with the decoder's LM head."""
 
     model_class = CompressionTokensModel

@@ -340,9 +340,6 @@ class Transmission(WindowAggregation):
 class ComprExITModel(CompressorModel):
     r"""
     Makes slots of a frozen language model's hidden states: a gate across its layers, and transport across its tokens.
-
-    Args:
-        config ([`ComprExITConfig`]): the configuration.
     """
 
     config_class = ComprExITConfig
@@ -433,12 +430,7 @@ class ComprExITModel(CompressorModel):
 
 
 class ComprExITForCausalLM(CompressorForCausalLM):
-    r"""
-    [`ComprExITModel`] with the decoder's LM head.
-
-    Args:
-        config ([`ComprExITConfig`]): the configuration.
-    """
+    """[`ComprExITModel`] with the decoder's LM head."""
 
     model_class = ComprExITModel
 

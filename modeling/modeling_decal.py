@@ -192,12 +192,7 @@ class AttentionPooling(nn.Module):
 
 
 class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
-    r"""
-    A T5 encoder that reads l + x, latents and tokens, and lets nothing but the latents' states out.
-
-    Args:
-        config ([`DeCALConfig`]): the configuration.
-    """
+    """A T5 encoder that reads l + x, latents and tokens, and lets nothing but the latents' states out."""
 
     config_class = DeCALConfig
     _keys_to_ignore_on_load_unexpected = [r"^decoder\.", r"^lm_head\."]
@@ -375,12 +370,7 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
 
 
 class DeCALForConditionalGeneration(CompressorForConditionalGeneration, DeCALPreTrainedModel):
-    r"""
-    [`DeCALModel`] and T5's decoder, whose cross-attention reads the slots; "the decoder is unchanged".
-
-    Args:
-        config ([`DeCALConfig`]): the configuration.
-    """
+    """[`DeCALModel`] and T5's decoder, whose cross-attention reads the slots; "the decoder is unchanged"."""
 
     model_class = DeCALModel
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}

@@ -15,9 +15,6 @@ class FiveHundredXModel(MemoryTokenModel):
     r"""
     500xCompressor: reads `[S(i); M(i)]` with an adapted encoder and carries the memory tokens' keys and values of
     every layer over to the frozen decoder.
-
-    Args:
-        config ([`FiveHundredXConfig`]): the configuration.
     """
 
     config_class = FiveHundredXConfig
@@ -30,7 +27,7 @@ class FiveHundredXModel(MemoryTokenModel):
     def encoder_lora_exclusions(self) -> list[str]:
         """Maps behind the last layer's keys and values: nothing that they do reaches the decoder."""
         last = f"layers.{self.config.get_encoder_config().num_hidden_layers - 1}"
-        if not hasattr(self.encoder_backbone, "layers"):
+        if last not in dict(self.encoder_backbone.named_modules()):
             raise ValueError(
                 f"the last of the encoder's `layers` trains its keys and values alone, and "
                 f"{type(self.encoder_backbone).__name__} has no `layers`: take another base"
@@ -45,11 +42,6 @@ class FiveHundredXModel(MemoryTokenModel):
 
 
 class FiveHundredXForCausalLM(CompressorForCausalLM):
-    r"""
-    [`FiveHundredXModel`] with the decoder's LM head.
-
-    Args:
-        config ([`FiveHundredXConfig`]): the configuration.
-    """
+    """[`FiveHundredXModel`] with the decoder's LM head."""
 
     model_class = FiveHundredXModel

@@ -14,9 +14,6 @@ class ICAEModel(MemoryTokenModel):
     r"""
     In-context autoencoder: reads `[S(i); M(i)]` with an adapted encoder and carries the memory tokens' last hidden
     states over to the frozen decoder.
-
-    Args:
-        config ([`ICAEConfig`]): the configuration.
     """
 
     config_class = ICAEConfig
@@ -34,11 +31,6 @@ class ICAEModel(MemoryTokenModel):
 
 
 class ICAEForCausalLM(CompressorForCausalLM):
-    r"""
-    [`ICAEModel`] with the decoder's LM head.
-
-    Args:
-        config ([`ICAEConfig`]): the configuration.
-    """
+    """[`ICAEModel`] with the decoder's LM head."""
 
     model_class = ICAEModel

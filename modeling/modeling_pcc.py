@@ -16,9 +16,6 @@ class PCCModel(MemoryTokenModel):
     r"""
     A compressor reads each segment and memory tokens behind it, and a converter takes their last hidden states to the
     input of a frozen language model, which reads [BOS; <mem>; slots; </mem>; ...].
-
-    Args:
-        config ([`PCCConfig`]): the configuration.
     """
 
     config_class = PCCConfig
@@ -61,11 +58,6 @@ class PCCModel(MemoryTokenModel):
 
 
 class PCCForCausalLM(CompressorForCausalLM):
-    r"""
-    [`PCCModel`] with the decoder's LM head.
-
-    Args:
-        config ([`PCCConfig`]): the configuration.
-    """
+    """[`PCCModel`] with the decoder's LM head."""
 
     model_class = PCCModel

@@ -16,9 +16,6 @@ class TCPAutoencoderModel(MemoryTokenModel):
     r"""
     A shallow encoder reads the context and then learned tokens, whose last hidden states go through a multilayer
     perceptron.
-
-    Args:
-        config ([`TCPAutoencoderConfig`]): the configuration.
     """
 
     config_class = TCPAutoencoderConfig
@@ -46,11 +43,6 @@ class TCPAutoencoderModel(MemoryTokenModel):
 
 
 class TCPAutoencoderForCausalLM(CompressorForCausalLM):
-    r"""
-    [`TCPAutoencoderModel`] with the decoder's LM head.
-
-    Args:
-        config ([`TCPAutoencoderConfig`]): the configuration.
-    """
+    """[`TCPAutoencoderModel`] with the decoder's LM head."""
 
     model_class = TCPAutoencoderModel

@@ -5,13 +5,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from ..configuration.configuration_voco import VoCoConfig
@@ -42,90 +49,6 @@ class LanguageOrVisionLanguageModel:
         config = AutoConfig.from_pretrained(name, **{field: loading[field] for field in files if field in loading})
         has_images = hasattr(config, "vision_config")
         return (AutoModelForImageTextToText if has_images else AutoModelForCausalLM).from_pretrained(name, **loading)
-
-
-def image_part(config: Any, language_model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A vision-language model that holds everything but its language model, which somebody else holds.
-
-    Args:
-        config: the vision-language model's.
-        language_model: the language model, which it knows without holding it a second time.
-        dtype: floating-point type of its weights.
-    """
-    if config.model_type not in CHECKED_VISION_LANGUAGE_MODELS:
-        logger.warning_once(
-            f"{config.model_type!r} is not among the vision-language models that compressors are tested on, "
-            f"{list(CHECKED_VISION_LANGUAGE_MODELS)}: its language model may read image tokens in ways of its own"
-        )
-    model = AutoModel.from_config(config, dtype=dtype)
-    decoder = model.get_decoder()
-    for name, child in list(model.named_children()):
-        if child is decoder:
-            delattr(model, name)
-            model.__dict__[name] = language_model
-    return model
-
-
-def share_images(target: PreTrainedModel, source: PreTrainedModel) -> None:
-    """Put the modules and weights of a vision-language model, all but its language model, into an `image_part`."""
-    for name, child in source.named_children():
-        if name in target._modules:
-            setattr(target, name, child)
-    target._parameters.update(source._parameters)
-
-
-def image_arguments(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Take what belongs to images out of a call's arguments: `pixel_values` and what a processor gives beside it.
-
-    Args:
-        model: an `image_part`; `None` where contexts are text.
-        arguments: the call's keywords, from which these are taken.
-
-    Raises:
-        ValueError: images, and no model for them.
-    """
-    if model is None:
-        if arguments.get("pixel_values") is not None:
-            raise ValueError("`pixel_values` were given, and the base of this checkpoint has no part that sees images")
-        return {}
-    known = inspect.signature(model.get_image_features).parameters
-    images = {name: arguments.pop(name) for name in list(arguments) if name in known and name != "kwargs"}
-    return {name: value for name, value in images.items() if value is not None}
-
-
-def image_tokens(model: Any, images: Mapping[str, Any]) -> Tensor | None:
-    """The image tokens of all images, `(num_image_tokens, hidden_size)`; `None` where there are no images.
-
-    Args:
-        model: an `image_part`.
-        images: `pixel_values` and what belongs to them, in the form of the base's processor.
-    """
-    if images.get("pixel_values") is None:
-        return None
-    features = model.get_image_features(**images, return_dict=True).pooler_output
-    return torch.cat([tokens.reshape(-1, tokens.shape[-1]) for tokens in features])
-
-
-def with_image_tokens(embeddings: Tensor, is_image: Tensor, tokens: Tensor | None) -> Tensor:
-    """Embeddings of a context with image tokens at their places.
-
-    Args:
-        embeddings: `(num_rows, num_places, hidden_size)`.
-        is_image: `(num_rows, num_places)` bool.
-        tokens: `(num_image_tokens, hidden_size)`, of all rows in order; `None` for none.
-
-    Raises:
-        ValueError: there are more or fewer of them than places.
-    """
-    places, given = int(is_image.sum()), 0 if tokens is None else len(tokens)
-    if places != given:
-        raise ValueError(
-            f"the contexts have places for {places} image tokens, and `pixel_values` make {given}: take both from one "
-            "call of the base's processor"
-        )
-    if tokens is None:
-        return embeddings
-    return embeddings.masked_scatter(is_image[:, :, None], tokens.to(embeddings))
 
 
 def image_span(is_image: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,34 +86,52 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
 
     In training `forward` reads context and text in one masked pass, as the paper does, where the attention takes such
     a mask (eager, sdpa); it is the same computation as `compress`, and `forward` with that memory.
-
-    Args:
-        config ([`VoCoConfig`]): the configuration.
     """
 
     config_class = VoCoConfig
 
     def __init__(self, config: VoCoConfig):
         super().__init__(config)
-        self.image_model: PreTrainedModel | None = None
+        self.image_model: Any = None
         if config.vision_language_config is not None:
-            dtype = torch.get_default_dtype()
-            self.image_model = image_part(config.vision_language_config, self.language_model, dtype)
+            self.image_model = self._without_language_model(config.vision_language_config)
         self.post_init()
 
+    def _without_language_model(self, config: PreTrainedConfig) -> PreTrainedModel:
+        """A vision-language model that knows this one's language model, and holds everything else itself."""
+        if config.model_type not in CHECKED_VISION_LANGUAGE_MODELS:
+            logger.warning_once(
+                f"{config.model_type!r} is not among the vision-language models that compressors are tested on, "
+                f"{list(CHECKED_VISION_LANGUAGE_MODELS)}: its language model may read image tokens in ways of its own"
+            )
+        model = AutoModel.from_config(config, dtype=torch.get_default_dtype())
+        name = next(name for name, child in model.named_children() if child is model.get_decoder())
+        delattr(model, name)
+        model.__dict__[name] = self.language_model
+        return model
+
     def take_base(self, source: Any) -> None:
-        """The language model of a vision-language model, and what makes its image tokens."""
+        """Take the language model of a vision-language model, and what makes its image tokens."""
         if self.image_model is None:
             super().take_base(source)
-        else:
-            super().take_base(source.get_decoder())
-            share_images(self.image_model, source)
+            return
+        super().take_base(source.get_decoder())
+        for name, child in source.named_children():
+            if name in self.image_model._modules:
+                self.image_model.add_module(name, child)
+        self.image_model._parameters.update(source._parameters)
 
     # --- contexts with images ---
 
     def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Images: `pixel_values`, and what the base's processor gives beside it."""
-        return image_arguments(self.image_model, arguments)
+        """Take out images: `pixel_values`, and what the base's processor gives beside it."""
+        if self.image_model is None:
+            if arguments.get("pixel_values") is not None:
+                raise ValueError("`pixel_values` were given, and the base of this checkpoint does not read images")
+            return {}
+        known = inspect.signature(self.image_model.get_image_features).parameters.keys() - {"kwargs"}
+        images = {name: arguments.pop(name) for name in list(arguments) if name in known}
+        return {name: value for name, value in images.items() if value is not None}
 
     def text_rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> TokenRows:
         """A text for [`check_together`]; images stand in the context."""
@@ -213,7 +154,17 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
         embeddings = self.get_input_embeddings()(chunks.input_ids)
         if self.image_model is None:
             return embeddings
-        return with_image_tokens(embeddings, self._is_image(chunks), image_tokens(self.image_model, images))
+        is_image, tokens = self._is_image(chunks), embeddings[0, :0]
+        if images.get("pixel_values") is not None:
+            features = self.image_model.get_image_features(**images, return_dict=True).pooler_output
+            # (num_image_tokens, hidden_size), of all images in order.
+            tokens = torch.cat([of_image.reshape(-1, of_image.shape[-1]) for of_image in features])
+        if int(is_image.sum()) != len(tokens):
+            raise ValueError(
+                f"the contexts have places for {int(is_image.sum())} image tokens, and `pixel_values` make "
+                f"{len(tokens)}: take both from one call of the base's processor"
+            )
+        return embeddings.masked_scatter(is_image[:, :, None], tokens.to(embeddings))
 
     # --- positions (EPL, Figure 8): context 0 ... n - 1, VoCo tokens behind it or spread over it, then the text ---
 
@@ -354,11 +305,6 @@ def _who_sees_whom(
 
 
 class VoCoForCausalLM(_StartsFromVisionToo, CompressorForCausalLM):
-    r"""
-    [`VoCoModel`] with the decoder's LM head.
-
-    Args:
-        config ([`VoCoConfig`]): the configuration.
-    """
+    """[`VoCoModel`] with the decoder's LM head."""
 
     model_class = VoCoModel

@@ -25,9 +25,6 @@ class XRAGModel(CompressorModel):
     r"""
     Takes a frozen retriever's embedding of every passage of r tokens to the decoder's input by a perceptron, the
     modality bridge W.
-
-    Args:
-        config ([`XRAGConfig`]): the configuration.
     """
 
     config_class = XRAGConfig
@@ -140,11 +137,6 @@ def _places(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor
 
 
 class XRAGForCausalLM(CompressorForCausalLM):
-    r"""
-    [`XRAGModel`] with the decoder's LM head.
-
-    Args:
-        config ([`XRAGConfig`]): the configuration.
-    """
+    """[`XRAGModel`] with the decoder's LM head."""
 
     model_class = XRAGModel

@@ -43,7 +43,7 @@ _BESIDE_MEMORIES = {
     *("eos_token_id", "pad_token_id"),
     *("external_weights", "parent_model_name_or_path", "measured_chunks", "code_version", "config_schema"),
     *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
-    *("ratio_selector", "ratio_scale"),
+    *("ratio_selector", "ratio_scale", "segment_windows", "last_group"),
     *("use_cache", "dtype", "torch_dtype", "quantization_config"),
     *("output_hidden_states", "output_attentions", "return_dict"),
 }

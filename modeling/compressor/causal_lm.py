@@ -48,9 +48,6 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
     A compressor with the decoder's LM head: training loss and `generate`.
 
     A method's class only names its backbone in `model_class`.
-
-    Args:
-        config ([`CompressorConfig`]): the configuration.
     """
 
     model_class: type[CompressorModel] = CompressorModel

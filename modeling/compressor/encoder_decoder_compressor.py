@@ -241,9 +241,6 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
                     raise ValueError("give `decoder_input_ids` or `labels`: the decoder has nothing to read")
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
             loss_arguments["shift_labels"] = None if labels is None else labels.contiguous()
-            cached = 0 if cache is None else int(cache.get_seq_length())
-            shape = (len(decoder_input_ids), cached + decoder_input_ids.shape[1])
-            _check_mask("decoder_attention_mask", decoder_attention_mask, shape)
             outputs = self._decode(decoder_input_ids, decoder_attention_mask, slots, slot_mask, cache, **decoding)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = head_logits(self.lm_head, outputs.last_hidden_state[:, keep, :])
@@ -269,12 +266,9 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         ratio: int | Tensor | None,
         labels: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Slots and mask, from the encoder or as they come; labels are checked beside what they are made of."""
+        """Slots and mask, from the encoder or as they come; labels are checked beside the context's ids."""
         if encoder_outputs is not None:
-            if labels is not None:
-                check_targets(labels, self.config.vocab_size)
             slots = encoder_outputs[0]
-            _check_mask("attention_mask", attention_mask, tuple(slots.shape[:2]))
             return slots, slots.new_ones(slots.shape[:2]) if attention_mask is None else attention_mask
         if input_ids is None:
             raise ValueError("give a context: `input_ids`, `context_input_ids`, `memory` or `encoder_outputs`")
@@ -389,17 +383,6 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         output = self._generate_from(memory, {**kwargs, "decoder_input_ids": ids, "decoder_attention_mask": mask})
         shown = left_padded(question, question_mask)[:, : question.shape[1] if has_question else 0]
         return _with_question(output, shown, ids.shape[1])
-
-
-def _check_mask(name: str, mask: Any, shape: tuple[int, ...]) -> None:
-    """A mask that goes to the decoder as it is must have the shape of what it covers; `None` is none at all."""
-    # Of four dimensions: for a fixed cache `generate` makes the decoder's own form.
-    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 4):
-        return
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"`{name}` must be a tensor of ones and zeros, got {type(mask).__name__}")
-    if tuple(mask.shape) != shape:
-        raise ValueError(f"`{name}` must have shape {shape}, got {tuple(mask.shape)}")
 
 
 def _with_question(output: Any, question: Tensor, width: int) -> Any:

@@ -45,7 +45,6 @@ def beacon_window(
     starts: Sequence[int],
     lengths: Sequence[int],
     ratios: Sequence[int | None],
-    last_group: str,
     num_sinks: int,
     device: torch.device,
 ) -> BeaconWindow:
@@ -55,23 +54,19 @@ def beacon_window(
         starts: context tokens in front of each row's window.
         lengths: its tokens; 0 for a row that has ended.
         ratios: its tokens for each beacon; `None` for a window without beacons, of which nothing stays.
-        last_group: what stays of a group of fewer tokens, its "beacon" or the "raw" tokens.
         num_sinks: first tokens of the window that stay, in front of its beacons.
         device: of the tensors that the base reads.
     """
     tokens, beacons, kept = [], [], []
     for num_tokens, ratio in zip(lengths, ratios, strict=True):
         order, group = torch.arange(num_tokens), ratio or num_tokens + 1
-        is_short = ratio is not None and num_tokens % group > 0
-        count = num_tokens // group + (is_short and last_group == "beacon")
+        count = num_tokens // group + (ratio is not None and num_tokens % group > 0)
         places = order + order // group
         sinks = places[: num_sinks if ratio else 0]
         ends = ((torch.arange(count) + 1) * (group + 1)).clamp(max=num_tokens + count) - 1
-        first = max(num_tokens - num_tokens % group, len(sinks))
-        rest = places[first:] if is_short and last_group == "raw" else places[:0]
         tokens.append(places)
         beacons.append(ends)
-        kept.append(torch.cat([sinks, ends, rest]))
+        kept.append(torch.cat([sinks, ends]))
     sizes = [len(row) + len(ends) for row, ends in zip(tokens, beacons, strict=True)]
     width = max(sizes)
     sources = torch.zeros(len(sizes), width, dtype=torch.long)

@@ -23,39 +23,23 @@ WRONG = [
     ("compression_ratios", 0, "at least 1"),
     ("compression_ratios", (4, -1), "at least 1"),
     ("compression_ratios", (4, 4), "different"),
-    ("compression_ratios", (4.0,), "ints"),
     ("compression_ratios", True, "ints"),
     ("compression_ratios", "4", "ints"),
     ("chunk_size", 0, "at least 1 or None"),
     ("chunk_size", -5, "at least 1 or None"),
-    ("chunk_size", 2.5, "at least 1 or None"),
-    ("chunk_size", True, "at least 1 or None"),
     ("position_layout", "spread", "'default', 'uniform', 'enhanced'"),
     ("position_layout", None, "'default', 'uniform', 'enhanced'"),
-    ("bos_before_slots", "yes", "True or False"),
-    ("bos_before_slots", 1, "True or False"),
-    ("use_cache", None, "True or False"),
-    ("trainable_parameters", "lora", "list of regular expressions"),
-    ("trainable_parameters", [1], "list of regular expressions"),
-    ("trainable_parameters", [], "at least one"),
     ("decoder_config", "meta-llama/Llama-3.2-1B", "PreTrainedConfig or a dict with `model_type`"),
     ("decoder_config", {"hidden_size": 32}, "PreTrainedConfig or a dict with `model_type`"),
-    (
-        "external_weights",
-        {"decoder": "HuggingFaceTB/SmolLM2-135M"},
-        "'repo_id', 'revision', 'weights', 'samples', 'dtype'",
-    ),
     ("encoder_config", 3, "PreTrainedConfig or a dict with `model_type`"),
 ]
 WRONG_LORA = [
     (16, LORA_KEYS),
-    ({"r": 16}, f"unknown keys.*'r'.*{LORA_KEYS}"),
+    ({"r": 16}, f"{LORA_KEYS}.*'r'"),
     ({"rank": 0}, "rank.*at least 1.*0"),
     ({"rank": 2.0}, "rank.*at least 1.*2.0"),
-    ({"rank": True}, "rank.*at least 1.*True"),
     ({"target_modules": "q_proj"}, "target_modules.*all-linear.*'q_proj'"),
     ({"target_modules": []}, r"target_modules.*all-linear.*\[\]"),
-    ({"target_modules": [1]}, r"target_modules.*all-linear.*\[1\]"),
 ]
 
 
@@ -96,7 +80,6 @@ def test_wrong_adapter_settings_are_named(value, message):
     [
         ("encoder_type", "t5", "'language_model', 'embeddings'"),
         ("encoder_attention", "both", "'bidirectional', 'causal'"),
-        ("linear_after_pooling", 1, "True or False"),
     ],
 )
 def test_wrong_values_of_mean_pooling_are_named(field, value, allowed):
@@ -150,8 +133,9 @@ def test_none_stays_none_where_the_default_is_an_adapter(tmp_path):
     assert loaded.decoder_lora is None
 
 
-def test_one_ratio_needs_no_list():
+def test_one_ratio_or_pattern_needs_no_list():
     assert CompressorConfig(compression_ratios=4).compression_ratios == (4,)
+    assert CompressorConfig(trainable_parameters="lora").trainable_parameters == ["lora"]
 
 
 def test_a_shared_base_is_both_sides():
@@ -207,15 +191,6 @@ def test_a_card_names_fields_that_the_method_has(method):
     rows = dict(methods.config_class(method)().card_rows())
     assert all(isinstance(name, str) and name[0].isupper() for name in rows)
     assert len(rows) == len(methods.config_class(method).card_fields)
-
-
-def test_costs_and_limits_refuse_numbers_that_are_none():
-    config = CompressorConfig()
-    for count in (config.num_slots, config.compression_flops):
-        with pytest.raises(ValueError, match="num_context_tokens must be at least 0, got -1"):
-            count(-1, 4)
-        with pytest.raises(ValueError, match="ratio must be at least 1, got 0"):
-            count(1, 0)
 
 
 @pytest.mark.parametrize("config_class", [MeanPoolingConfig, DeCALConfig])

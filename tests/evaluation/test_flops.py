@@ -142,17 +142,9 @@ def test_a_t5_decoder_attends_to_slots_that_it_projects_once():
     assert full_context_flops(config, 50, 7, 4) == both
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"answer_length": 0}, "answer_length must be at least 1, got 0"),
-        ({"num_slots": -1}, "num_slots must be at least 0, got -1"),
-        ({"slots_are_key_values": True, "cached": False}, "slots_are_key_values needs cached=True"),
-    ],
-)
-def test_generation_refuses_impossible_numbers(arguments: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        generation_flops(llama(), **{"num_slots": 1, "question_length": 1, "answer_length": 1, **arguments})
+def test_key_value_slots_need_a_cache():
+    with pytest.raises(ValueError, match="slots_are_key_values needs cached=True"):
+        generation_flops(llama(), 1, 1, 1, cached=False, slots_are_key_values=True)
 
 
 # --- by method ---
@@ -178,7 +170,6 @@ SETTINGS = [
     ("comprexit", {"token_anchors": 1, "slot_aggregation": "mean"}),
     ("gmsa", {"encoder_layers": 3, "lsa_layers": 0}),
     ("gmsa", {"encoder_layers": 1, "lsa_layers": 2, "encoder_config": {"hidden_size": 48, "intermediate_size": 96}}),
-    ("gmsa", {"encoder_layers": 2, "appended_tokens": 64}),
     ("xrag", {"encoder_config": BERT, "passage_start_ids": (1, 3), "passage_end_ids": (2,)}),
 ]
 
@@ -229,9 +220,6 @@ def test_every_method_has_a_count():
             assert config_class(method).for_base(base, (4,)).compression_flops(100, 4) > 0
     with pytest.raises(ValueError, match="no count of operations for 'llama'"):
         compression_flops(llama(), 100, 4)
-    config = AutoConfig.for_model("icae_compressor", decoder_config=llama())
-    with pytest.raises(ValueError, match="ratio must be at least 1, got 0"):
-        compression_flops(config, 100, 0)
 
 
 # --- shapes and the table ---

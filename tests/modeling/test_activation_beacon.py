@@ -56,12 +56,10 @@ def naive(model, ids, ratio, ends_raw=False):
             states.append(lm.embed_tokens.weight[token])
             is_beacon.append(False)
             in_group = place % ratio + 1
-            if not is_last and (in_group == ratio or (place + 1 == len(tokens) and config.last_group == "beacon")):
+            if not is_last and (in_group == ratio or place + 1 == len(tokens)):
                 keep.append(len(states))
                 states.append(model.model.beacon_embedding)
                 is_beacon.append(True)
-        if config.last_group == "raw" and len(tokens) % ratio and not is_last:
-            keep += [place for place in range(len(states) - len(tokens) % ratio, len(states)) if place not in keep]
         for number, layer in enumerate(layers):
             attention = layer.self_attn
             own = [maps[number] if beacon else None for beacon in is_beacon]
@@ -105,8 +103,7 @@ def gradients(model, loss):
 def test_slots_and_states_are_the_naive_twins(base, case_on):
     """Values and gradients, through all windows, with keys noted before their rotation and behind Qwen3's norms."""
     case, ids = case_on("activation_beacon", base), ids_of(15)[0]
-    variants = [{}, {"num_sinks": 1, "beacon_maps": ["query", "key", "value", "output"]}, {"last_group": "raw"}]
-    for fields in variants:
+    for fields in ({}, {"num_sinks": 1, "beacon_maps": ["query", "key", "value", "output"]}):
         model = case.build(window_size=6, compression_ratios=[4, 3], **fields).train()
         memory = model.compress(ids[None], ratio=4)
         states = model.model.read_windows(ids[None], None, [3])[0]
@@ -238,7 +235,7 @@ def test_what_trains_is_as_large_as_the_bases_own_maps():
 
 @torch.no_grad()
 def test_a_text_in_pieces_is_the_text_as_a_whole(beacon, tmp_path):
-    for fields in ({}, {"num_sinks": 1}, {"last_group": "raw"}):
+    for fields in ({}, {"num_sinks": 1}):
         model, ids = small(beacon, **fields), ids_of(22)
         sliding = model.sliding_memory(max_slots=100)
         for piece in ids.split([1, 9, 0, 12], dim=1):
@@ -284,18 +281,6 @@ def test_a_sliding_memory_keeps_the_latest_and_its_space(beacon, monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("length", "ratio", "num_sinks"), [(3, 4, 1), (5, 4, 4), (3, 4, 4), (2, 4, 3)])
-def test_sinks_among_the_raw_tokens_at_the_end_are_kept_once(beacon, length, ratio, num_sinks):
-    model = beacon.build(window_size=8, compression_ratios=[4], last_group="raw", num_sinks=num_sinks)
-    memory = model.compress(ids_of(length), ratio=ratio)
-    kept = length if num_sinks >= length - length % ratio else num_sinks + length % ratio
-    assert int(memory.num_slots) == kept + length // ratio == model.config.chunk_slots(length, ratio)
-    for pair, by_hand in zip(memory.key_values, naive(model, ids_of(length)[0], ratio)[0], strict=True):
-        for tensor, expected in zip(pair, by_hand, strict=True):
-            torch.testing.assert_close(tensor, expected, atol=2e-5, rtol=1e-4)
-
-
-@torch.no_grad()
 def test_what_does_not_fit_into_the_bases_positions_is_refused(beacon):
     model = beacon.build(decoder_config={"max_position_embeddings": 40}, window_size=8, compression_ratios=[4, 2])
     with pytest.raises(ValueError, match=r"need 44 positions, the base has 40 .* take a higher ratio"):
@@ -338,7 +323,6 @@ def test_bases_that_cannot_be_served_are_refused(beacon):
         "beacon_maps": ([], ["gate"], "query", [["query"]]),
         "num_sinks": (-1, 4),
         "window_size": (0, None),
-        "last_group": ("none",),
         "position_layout": ("enhanced",),
         "chunk_size": (64,),
         "encoder_lora": ({"rank": 2},),

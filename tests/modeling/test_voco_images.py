@@ -202,7 +202,7 @@ def test_images_and_their_places_must_go_together(base):
 
 def test_a_base_without_images_or_with_other_positions_is_refused(method_cases):
     model = method_cases["voco"].model
-    with pytest.raises(ValueError, match="the base of this checkpoint has no part that sees images"):
+    with pytest.raises(ValueError, match="the base of this checkpoint does not read images"):
         model.compress(ids_of(4), pixel_values=torch.zeros(1, 3, 8, 8))
     with pytest.raises(ValueError, match="has three for each image token"):
         VoCoConfig(decoder_config=Qwen2VLConfig(text_config={"rope_parameters": {"mrope_section": [2, 3, 3]}}))

@@ -205,7 +205,6 @@ METHODS = [
         easy={"compression_ratios": (2, 3, 8), "window_size": 6},
         hard={
             "sinks": {"num_sinks": 2},
-            "raw": {"last_group": "raw", "num_sinks": 1, "window_size": 10},
             "value_and_output": {"beacon_maps": ["value", "output"], "decoder_lora": SMALL_LORA},
             "task_tokens": {"task_token_ids": TASK_TOKENS},
             "own_encoder": {"encoder_config": {}},
@@ -256,7 +255,6 @@ METHODS = [
             "residual": {"embedding_residual": True, "chunk_size": 5},
             "no_final_norm": {"lsa_final_norm": False},
             "no_alignment": {"lsa_layers": 0},
-            "appended_tokens": {"appended_tokens": 16},
             "fixed_encoder": {"encoder_lora": None},
             "decoder_lora": {"decoder_lora": SMALL_LORA},
             "tied": {"decoder_config": {"tie_word_embeddings": True}},

@@ -6,6 +6,7 @@ from context_compressors.configuration.configuration_decal import DeCALConfig
 from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.configuration.configuration_pcc import PCCConfig
 from context_compressors.data.task_tokens import add_task_tokens, text_starts
 from context_compressors.modeling.parts.prompting import restored_ids, start_ids
 from context_compressors.modeling.parts.text_ids import context_start_ids, encode, leave_out_bos, text_tokenizer
@@ -39,8 +40,7 @@ def test_a_reconstruction_restores_what_stands_in_front_of_a_context(own_tokeniz
     assert start_ids(model, own_tokenizer, [], "reconstruction") == [400]
     assert restored_ids(model, own_tokenizer) == [bos]
     assert start_ids(model, own_tokenizer, []) == [401]
-    earlier = ICAEConfig(decoder_config=base, restores_context_start=False)
-    assert restored_ids(earlier, own_tokenizer) == []
+    assert restored_ids(PCCConfig(decoder_config=base), own_tokenizer) == []
     # As the trigger, BOS is the context's first token itself, unless it has the position in front of it.
     for layout, restored in (("default", []), ("uniform", []), ("enhanced", [bos])):
         config = FiveHundredXConfig(decoder_config=base, reconstruction_trigger="bos", position_layout=layout)
