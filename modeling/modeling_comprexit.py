@@ -316,7 +316,7 @@ class Transmission(WindowAggregation):
         # Equation 11: the plan of least cost C = 1 - U between these masses.
         is_path = mask[..., None] & (counts > 0)[..., None, :]
         cost = (1 - utility).masked_fill(~is_path, 0)
-        plan = sinkhorn(cost, sender_mass, receiver_mass, self.epsilon, self.num_iterations)
+        plan = sinkhorn(cost, sender_mass, receiver_mass, self.epsilon, self.num_iterations, max_cost=2)
         if self.is_literal:
             return plan
         # Divided by the receiver's mass, a slot is a weighted mean.

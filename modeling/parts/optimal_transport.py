@@ -13,15 +13,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Scores that spread by at most L within a row are iterated as exp(scores), without a logarithm: scalings over masses
-# then stay between exp(-2 L) / receivers and exp(2 L) * receivers, well within the range of the dtype for these L.
-_TAME_SPREAD = {torch.float32: 30.0, torch.float64: 250.0}
+# Largest cost / epsilon, less a row's least: scalings over masses then stay between exp(-2 L) / receivers and
+# exp(2 L) * receivers, well within the range of the dtype for these L.
+_MOST_SPREAD = {torch.float32: 30.0, torch.float64: 250.0}
 # Entries of a block of windows that goes through all iterations at once on a CPU: what its caches hold.
 _BLOCK_ENTRIES = 2**20
 
 
 def sinkhorn(
-    cost: Tensor, source_mass: Tensor, target_mass: Tensor, epsilon: float = 0.1, num_iterations: int = 30
+    cost: Tensor,
+    source_mass: Tensor,
+    target_mass: Tensor,
+    epsilon: float = 0.1,
+    num_iterations: int = 30,
+    max_cost: float | None = None,
 ) -> Tensor:
     """Transport plan between senders and receivers that Sinkhorn's algorithm finds (ComprExIT, equation 11).
 
@@ -34,16 +39,17 @@ def sinkhorn(
     not of their limit. For it only `num_receivers` numbers of each iteration are kept; it cannot be differentiated
     again.
 
-    Half types are computed in float32. On a GPU one Triton kernel runs all iterations of a window on the chip, where
-    Triton is installed and the window is small enough. A negative mass counts as zero.
+    Half types are computed in float32, and costs that differ by more than 30 `epsilon` within a row in float64; there
+    differences above 250 `epsilon` count as these. On a GPU one Triton kernel runs all float32 iterations of a window
+    on the chip, where Triton is installed and the window is small enough.
 
     Args:
-        cost: Shape `(..., num_senders, num_receivers)`, floating point. An infinite cost forbids a path; every sender
-            and every receiver with mass needs a finite one.
+        cost: Shape `(..., num_senders, num_receivers)`, floating point.
         source_mass: Mass of each sender, shape `(..., num_senders)`, floating point, zero or more.
         target_mass: Mass of each receiver, shape `(..., num_receivers)`, likewise.
         epsilon: Entropic strength, in the unit of the cost, above zero.
         num_iterations: Iterations, one or more.
+        max_cost: Most by which the costs of a row differ; looked up if not given, which waits for the device.
 
     Returns:
         The plan of shape `(..., num_senders, num_receivers)` in the dtype of `cost`.
@@ -51,6 +57,8 @@ def sinkhorn(
     if not cost.numel():
         return cost.clone()
     dtype = functools.reduce(torch.promote_types, (source_mass.dtype, target_mass.dtype, torch.float32), cost.dtype)
+    if (_spread(cost, source_mass, target_mass) if max_cost is None else max_cost) > epsilon * _MOST_SPREAD[dtype]:
+        dtype = torch.float64
     tensors = [
         cost.to(dtype).reshape(-1, *cost.shape[-2:]),
         source_mass.to(dtype).reshape(-1, cost.shape[-2]),
@@ -65,6 +73,14 @@ def sinkhorn(
     return plan.to(cost.dtype).reshape(cost.shape)
 
 
+def _spread(cost: Tensor, source_mass: Tensor, target_mass: Tensor) -> float:
+    """Most by which the costs of a row differ between senders and receivers with mass."""
+    is_path = (source_mass > 0)[..., None] & (target_mass > 0)[..., None, :]
+    cost = cost.detach()
+    least, most = cost.masked_fill(~is_path, math.inf).amin(dim=-1), cost.masked_fill(~is_path, -math.inf).amax(dim=-1)
+    return float((most - least).amax())
+
+
 class Settings(NamedTuple):
     """What all windows of a call share."""
 
@@ -75,9 +91,9 @@ class Settings(NamedTuple):
 class Solver(NamedTuple):
     """The two directions of an implementation, over `(num_windows, num_senders, num_receivers)`.
 
-    `solve(cost, source_mass, target_mass, settings, keep_history)` returns the plan and what `gradients` needs of the
-    iterations, or `None`. `gradients(grad_plan, cost, source_mass, target_mass, history, settings)` returns the
-    gradients of the three.
+    `solve(cost, source_mass, target_mass, settings, keep_history)` returns the plan and each iteration's receiver
+    scalings `(num_windows, 1 + num_iterations, num_receivers)`, or `None`. `gradients(grad_plan, cost, source_mass,
+    target_mass, history, settings)` returns the gradients of the three.
     """
 
     solve: Callable[..., tuple[Tensor, Tensor | None]]
@@ -106,7 +122,6 @@ class _Sinkhorn(torch.autograd.Function):
 def _solve(
     cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: Settings, keep_history: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The plan, and each iteration's receiver scalings or potentials, `(windows, 1 + iterations, receivers)`."""
     plan = torch.empty_like(cost, memory_format=torch.contiguous_format)
     num_windows, _, num_receivers = cost.shape
     history = cost.new_empty((num_windows, 1 + settings.num_iterations, num_receivers)) if keep_history else None
@@ -114,11 +129,7 @@ def _solve(
     with torch.autocast(cost.device.type, enabled=False):
         for block in _blocks(cost):
             problem = _prepared(cost[block], source_mass[block], target_mass[block], settings)
-            steps = None if history is None else history[block]
-            if problem.is_tame:
-                _solve_by_scalings(problem, settings, steps, plan[block])
-            else:
-                _solve_by_potentials(problem, settings, steps, plan[block])
+            _iterate(problem, settings, None if history is None else history[block], plan[block])
     return plan, history
 
 
@@ -132,13 +143,10 @@ def _gradients(
     with torch.autocast(cost.device.type, enabled=False):
         for block in _blocks(cost):
             problem = _prepared(cost[block], source_mass[block], target_mass[block], settings)
-            backward = _scaling_gradients if problem.is_tame else _potential_gradients
-            grad_scores, grad_log_source, grad_log_target = backward(
-                problem, settings, history[block], grad_plan[block]
-            )
+            grad_scores, *grad_logs = _iterate_back(problem, settings, history[block], grad_plan[block])
             torch.mul(grad_scores, -1 / settings.epsilon, out=grads[0][block])
             for grad, grad_log, mass in zip(
-                grads[1:], (grad_log_source, grad_log_target), (source_mass[block], target_mass[block]), strict=True
+                grads[1:], grad_logs, (source_mass[block], target_mass[block]), strict=True
             ):
                 grad[block] = (grad_log / mass).masked_fill_(mass <= 0, 0)
     return grads[0], grads[1], grads[2]
@@ -150,11 +158,10 @@ _TORCH_SOLVER = Solver(_solve, _gradients)
 class _Problem(NamedTuple):
     """A block of windows, safe to iterate on."""
 
-    scores: Tensor  # (windows, senders, receivers): -cost / epsilon less each row's largest, 0 where there is no mass
-    source: Tensor  # (windows, senders), sums to 1
-    target: Tensor  # (windows, receivers), sums to 1
-    total: Tensor  # (windows, 1), mass of the plan, 0 where no plan is possible
-    is_tame: bool  # whether exp(scores) can be iterated without leaving the range of the dtype
+    kernel: Tensor  # (windows, senders, receivers): exp(-cost / epsilon) over each row's largest, 1 where no mass is
+    source: Tensor  # (windows, 1, senders), sums to 1
+    target: Tensor  # (windows, 1, receivers), sums to 1
+    total: Tensor  # (windows, 1, 1), mass of the plan, 0 where no plan is possible
 
 
 def _prepared(cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: Settings) -> _Problem:
@@ -162,9 +169,8 @@ def _prepared(cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: 
     target, total = _normalised(target_mass)
     is_dead = (source_sum <= 0) | (total <= 0)
     no_source, no_target = source_mass <= 0, target_mass <= 0
-    on_cpu = cost.device.type == "cpu"
     # Another device is not waited for: there everything is masked, needed or not.
-    any_masked = not on_cpu or bool(no_source.any() | no_target.any())
+    any_masked = cost.device.type != "cpu" or bool(no_source.any() | no_target.any())
     if any_masked:
         is_masked = no_source[:, :, None] | no_target[:, None, :]
         cost = cost.masked_fill(is_masked, math.inf)
@@ -176,8 +182,8 @@ def _prepared(cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: 
         source = source.masked_fill(is_dead, 1 / source.shape[1])
         target = target.masked_fill(is_dead, 1 / target.shape[1])
         total = total.masked_fill(is_dead, 0)
-    is_tame = on_cpu and float(scores.amin()) >= -_TAME_SPREAD[scores.dtype]
-    return _Problem(scores, source, target, total, is_tame)
+    kernel = scores.clamp_(min=-_MOST_SPREAD[scores.dtype]).exp_()
+    return _Problem(kernel, source[:, None], target[:, None], total[:, None])
 
 
 def _normalised(mass: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,14 +193,13 @@ def _normalised(mass: Tensor) -> tuple[Tensor, Tensor]:
     return mass / total, total
 
 
-def _solve_by_scalings(problem: _Problem, settings: Settings, history: Tensor | None, plan: Tensor) -> None:
+def _iterate(problem: _Problem, settings: Settings, history: Tensor | None, plan: Tensor) -> None:
     """Iterate `u = source / (kernel v)`, `v = target / (kernel^T u)`, whose plan is `u kernel v`.
 
     A vector stands on the left of its product: torch multiplies a batch of single rows several times as fast as a
     batch of single columns.
     """
-    kernel = problem.scores.exp_()
-    source, target = problem.source[:, None], problem.target[:, None]
+    kernel, source, target, total = problem
     u, v = torch.empty_like(source), (target > 0).to(target.dtype)
     if history is not None:
         history[:, :1] = v
@@ -204,26 +209,25 @@ def _solve_by_scalings(problem: _Problem, settings: Settings, history: Tensor | 
         torch.div(source, row_sums, out=u)
         torch.bmm(u, kernel, out=column_sums)
         v = torch.div(target, column_sums, out=v if history is None else history[:, step + 1 : step + 2])
-    torch.mul(kernel.mul_(u.mT), v * problem.total[:, None], out=plan)
+    torch.mul(kernel.mul_(u.mT), v * total, out=plan)
 
 
-def _scaling_gradients(
+def _iterate_back(
     problem: _Problem, settings: Settings, history: Tensor, grad_plan: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of scores and log masses through the iterations of `_solve_by_scalings`.
+    """Gradients of scores and log masses through the iterations of `_iterate`.
 
     With the scalings as exponentials of potentials, the two half steps of an iteration have the gradients
     `-kernel (u x)` and `-kernel (y v)` in the scores, each `kernel` times a matrix of rank one. So vectors alone
     go back through the iterations, and one product at the end adds up all that they leave in the scores.
     """
-    kernel = problem.scores.exp_()
-    source, target = problem.source[:, None], problem.target[:, None]
+    kernel, source, target, total = problem
     before, after = history[:, :-1], history[:, 1:]  # v before and after each iteration
     u_over_source = torch.bmm(before, kernel.mT).reciprocal_()
     u = u_over_source * source
     v_over_target = after / target.masked_fill(target <= 0, 1)
 
-    grad_scores = (kernel * u[:, -1, :, None]).mul_((after[:, -1] * problem.total)[:, None]).mul_(grad_plan)
+    grad_scores = (kernel * u[:, -1, :, None]).mul_(after[:, -1:] * total).mul_(grad_plan)
     grad_u, grad_v = grad_scores.sum(dim=2)[:, None], grad_scores.sum(dim=1)[:, None]
     grad_log_source, grad_log_target = torch.zeros_like(source), torch.zeros_like(target)
     x, y = torch.empty_like(v_over_target), torch.empty_like(u)
@@ -238,64 +242,6 @@ def _scaling_gradients(
         grad_u = torch.zeros_like(grad_u)
     outer = torch.bmm(u.mT, x).baddbmm_(y.mT, before)
     return grad_scores.addcmul_(kernel, outer, value=-1), grad_log_source[:, 0], grad_log_target[:, 0]
-
-
-def _solve_by_potentials(problem: _Problem, settings: Settings, history: Tensor | None, plan: Tensor) -> None:
-    """Iterate the logarithms of the scalings, for scores that spread too far for `_solve_by_scalings`."""
-    # What is too far away to matter stays finite when potentials are added to it.
-    scores = problem.scores.clamp_(min=_lowest(problem.scores))
-    log_source, log_target = problem.source.log(), problem.target.log()
-    weights = torch.empty_like(scores)
-    g = torch.zeros_like(problem.target).masked_fill_(problem.target <= 0, -math.inf)
-    if history is not None:
-        history[:, 0] = g
-    for step in range(settings.num_iterations):
-        f = log_source - _softmax(scores, g[:, None, :], 2, weights)
-        g = log_target - _softmax(scores, f[:, :, None], 1, weights)
-        if history is not None:
-            history[:, step + 1] = g
-    torch.mul(weights, (problem.target * problem.total)[:, None], out=plan)
-
-
-def _lowest(scores: Tensor) -> float:
-    return -(torch.finfo(scores.dtype).max ** 0.75)
-
-
-def _softmax(scores: Tensor, potential: Tensor, dim: int, out: Tensor) -> Tensor:
-    """Softmax of `scores + potential` over `dim`, into `out`; returns the logarithm of its denominator."""
-    torch.add(scores, potential, out=out)
-    largest = out.amax(dim=dim, keepdim=True)
-    total = out.sub_(largest).exp_().sum(dim=dim, keepdim=True)
-    out.div_(total)
-    return total.log_().add_(largest).squeeze(dim)
-
-
-def _potential_gradients(
-    problem: _Problem, settings: Settings, history: Tensor, grad_plan: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of scores and log masses through the iterations of `_solve_by_potentials`."""
-    scores = problem.scores.clamp_(min=_lowest(problem.scores))
-    log_source = problem.source.log()
-    rows, columns = torch.empty_like(scores), torch.empty_like(scores)
-    grad_log_source, grad_log_target = torch.zeros_like(problem.source), torch.zeros_like(problem.target)
-    grad_scores: Any = None
-    for step in reversed(range(settings.num_iterations)):
-        f = log_source - _softmax(scores, history[:, step, None], 2, rows)
-        _softmax(scores, f[:, :, None], 1, columns)
-        if grad_scores is None:
-            grad_scores = (columns * (problem.target * problem.total)[:, None]).mul_(grad_plan)
-            grad_f, grad_g = grad_scores.sum(dim=2), grad_scores.sum(dim=1)
-        else:
-            grad_f = torch.zeros_like(grad_f)
-        grad_log_target += grad_g
-        columns.mul_(grad_g[:, None])
-        grad_f -= columns.sum(dim=2)
-        grad_log_source += grad_f
-        rows.mul_(grad_f[:, :, None])
-        grad_g = -rows.sum(dim=1)
-        grad_scores -= columns
-        grad_scores -= rows
-    return grad_scores, grad_log_source, grad_log_target
 
 
 def _blocks(cost: Tensor) -> Iterator[slice]:

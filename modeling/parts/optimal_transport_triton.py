@@ -17,9 +17,8 @@ except ImportError as error:
 
 # Entries of a window, padded to powers of two, that the registers of a program hold several times.
 _MOST_ENTRIES = 8192
-# As for float32 in optimal_transport.py; here each window chooses for itself.
-_TAME_SPREAD = tl.constexpr(30.0)
-_LOWEST_SCORE = tl.constexpr(-1e28)
+# That of float32 in optimal_transport.py.
+_MOST_SPREAD = tl.constexpr(30.0)
 
 
 def fits(num_senders: int, num_receivers: int) -> bool:
@@ -101,7 +100,7 @@ def _masses(pointer, window, index, count):
 
 @triton.jit
 def _prepared(cost, source_mass, target_mass, row, column, window, num_senders, num_receivers, strength):
-    """Scores, 0 where there is no mass, the masses over their sums, and the mass of the plan."""
+    """The kernel exp(-cost / epsilon), 1 where there is no mass, the masses over their sums, the mass of the plan."""
     source_sum, total = tl.sum(source_mass, axis=0), tl.sum(target_mass, axis=0)
     is_dead = (source_sum <= 0) | (total <= 0)
     # A window that has no plan gets any other masses, so that nothing is divided by zero, and a total of zero.
@@ -117,19 +116,8 @@ def _prepared(cost, source_mass, target_mass, row, column, window, num_senders, 
     # Rows without any mass, for which infinity less infinity would be computed.
     row_least = tl.where(row_least == float("inf"), 0.0, row_least)
     scores = tl.where(is_real, (row_least[:, None] - values) * strength, 0.0)
-    return scores, source, target, tl.where(is_dead, 0.0, total)
-
-
-@triton.jit
-def _is_tame(scores):
-    return tl.min(tl.min(scores, axis=1), axis=0) >= -_TAME_SPREAD
-
-
-@triton.jit
-def _log_total(values, axis: tl.constexpr):
-    """Logarithm of the sum of exponentials."""
-    largest = tl.max(values, axis=axis)
-    return largest + tl.log(tl.sum(tl.exp(values - tl.expand_dims(largest, axis)), axis=axis))
+    kernel = tl.exp(tl.where(scores < -_MOST_SPREAD, -_MOST_SPREAD, scores))
+    return kernel, source, target, tl.where(is_dead, 0.0, total)
 
 
 @triton.jit
@@ -151,38 +139,21 @@ def _solve_kernel(
     row, column = tl.arange(0, num_rows), tl.arange(0, num_columns)
     source_mass = _masses(source, window, row, num_senders)
     target_mass = _masses(target, window, column, num_receivers)
-    scores, source_part, target_part, total = _prepared(
+    kernel, source_part, target_part, total = _prepared(
         cost, source_mass, target_mass, row, column, window, num_senders, num_receivers, strength
     )
     is_column = column < num_receivers
     steps = history + window * (num_iterations + 1) * num_receivers + column
-    if _is_tame(scores):
-        kernel = tl.exp(scores)
-        u = source_part
-        v = tl.where(target_part > 0, 1.0, 0.0)
+    u = source_part
+    v = tl.where(target_part > 0, 1.0, 0.0)
+    if keep_history:
+        tl.store(steps, v, mask=is_column)
+    for step in range(num_iterations):
+        u = source_part / tl.sum(kernel * v[None, :], axis=1)
+        v = target_part / tl.sum(kernel * u[:, None], axis=0)
         if keep_history:
-            tl.store(steps, v, mask=is_column)
-        for step in range(num_iterations):
-            u = source_part / tl.sum(kernel * v[None, :], axis=1)
-            v = target_part / tl.sum(kernel * u[:, None], axis=0)
-            if keep_history:
-                tl.store(steps + (step + 1) * num_receivers, v, mask=is_column)
-        result = kernel * u[:, None] * (v * total)[None, :]
-    else:
-        scores = tl.where(scores < _LOWEST_SCORE, _LOWEST_SCORE, scores)
-        log_source, log_target = tl.log(source_part), tl.log(target_part)
-        f = log_source
-        g = tl.where(target_part > 0, 0.0, float("-inf"))
-        if keep_history:
-            tl.store(steps, g, mask=is_column)
-        for step in range(num_iterations):
-            f = log_source - _log_total(scores + g[None, :], 1)
-            g = log_target - _log_total(scores + f[:, None], 0)
-            if keep_history:
-                tl.store(steps + (step + 1) * num_receivers, g, mask=is_column)
-        values = scores + f[:, None]
-        weights = tl.exp(values - tl.max(values, axis=0)[None, :])
-        result = weights * (target_part * total / tl.sum(weights, axis=0))[None, :]
+            tl.store(steps + (step + 1) * num_receivers, v, mask=is_column)
+    result = kernel * u[:, None] * (v * total)[None, :]
     is_inside = (row < num_senders)[:, None] & is_column[None, :]
     place = window * num_senders * num_receivers + row[:, None] * num_receivers + column[None, :]
     tl.store(plan + place, result, mask=is_inside)
@@ -209,7 +180,7 @@ def _gradients_kernel(
     row, column = tl.arange(0, num_rows), tl.arange(0, num_columns)
     source_mass = _masses(source, window, row, num_senders)
     target_mass = _masses(target, window, column, num_receivers)
-    scores, source_part, target_part, total = _prepared(
+    kernel, source_part, target_part, total = _prepared(
         cost, source_mass, target_mass, row, column, window, num_senders, num_receivers, strength
     )
     is_column = column < num_receivers
@@ -219,50 +190,25 @@ def _gradients_kernel(
     steps = history + window * (num_iterations + 1) * num_receivers + column
     before_last = steps + (num_iterations - 1) * num_receivers
     grad_log_source, grad_log_target = tl.zeros_like(source_part), tl.zeros_like(target_part)
-    if _is_tame(scores):
-        kernel = tl.exp(scores)
-        safe_target = tl.where(target_part > 0, target_part, 1.0)
-        v = tl.load(before_last + num_receivers, mask=is_column, other=0.0)
-        v_before = tl.load(before_last, mask=is_column, other=0.0)
-        u = source_part / tl.sum(kernel * v_before[None, :], axis=1)
-        grad_scores *= kernel * u[:, None] * (v * total)[None, :]
-        grad_u, grad_v = tl.sum(grad_scores, axis=1), tl.sum(grad_scores, axis=0)
-        for back in range(num_iterations):
-            v_before = tl.load(before_last - back * num_receivers, mask=is_column, other=0.0)
-            u_over_source = 1.0 / tl.sum(kernel * v_before[None, :], axis=1)
-            u = source_part * u_over_source
-            grad_log_target += grad_v
-            x = grad_v * v / safe_target
-            grad_u -= u * tl.sum(kernel * x[None, :], axis=1)
-            grad_log_source += grad_u
-            y = grad_u * u_over_source
-            grad_v = -v_before * tl.sum(kernel * y[:, None], axis=0)
-            grad_scores -= kernel * (u[:, None] * x[None, :] + y[:, None] * v_before[None, :])
-            grad_u = tl.zeros_like(grad_u)
-            v = v_before
-    else:
-        scores = tl.where(scores < _LOWEST_SCORE, _LOWEST_SCORE, scores)
-        log_source = tl.log(source_part)
-        g = tl.load(before_last, mask=is_column, other=float("-inf"))
-        values = scores + (log_source - _log_total(scores + g[None, :], 1))[:, None]
-        columns = tl.exp(values - tl.max(values, axis=0)[None, :])
-        grad_scores *= columns * (target_part * total / tl.sum(columns, axis=0))[None, :]
-        grad_f, grad_g = tl.sum(grad_scores, axis=1), tl.sum(grad_scores, axis=0)
-        for back in range(num_iterations):
-            g = tl.load(before_last - back * num_receivers, mask=is_column, other=float("-inf"))
-            values = scores + g[None, :]
-            log_total = _log_total(values, 1)
-            rows = tl.exp(values - log_total[:, None])
-            values = scores + (log_source - log_total)[:, None]
-            columns = tl.exp(values - tl.max(values, axis=0)[None, :])
-            grad_log_target += grad_g
-            columns *= (grad_g / tl.sum(columns, axis=0))[None, :]
-            grad_f -= tl.sum(columns, axis=1)
-            grad_log_source += grad_f
-            rows *= grad_f[:, None]
-            grad_g = -tl.sum(rows, axis=0)
-            grad_scores -= columns + rows
-            grad_f = tl.zeros_like(grad_f)
+    safe_target = tl.where(target_part > 0, target_part, 1.0)
+    v = tl.load(before_last + num_receivers, mask=is_column, other=0.0)
+    v_before = tl.load(before_last, mask=is_column, other=0.0)
+    u = source_part / tl.sum(kernel * v_before[None, :], axis=1)
+    grad_scores *= kernel * u[:, None] * (v * total)[None, :]
+    grad_u, grad_v = tl.sum(grad_scores, axis=1), tl.sum(grad_scores, axis=0)
+    for back in range(num_iterations):
+        v_before = tl.load(before_last - back * num_receivers, mask=is_column, other=0.0)
+        u_over_source = 1.0 / tl.sum(kernel * v_before[None, :], axis=1)
+        u = source_part * u_over_source
+        grad_log_target += grad_v
+        x = grad_v * v / safe_target
+        grad_u -= u * tl.sum(kernel * x[None, :], axis=1)
+        grad_log_source += grad_u
+        y = grad_u * u_over_source
+        grad_v = -v_before * tl.sum(kernel * y[:, None], axis=0)
+        grad_scores -= kernel * (u[:, None] * x[None, :] + y[:, None] * v_before[None, :])
+        grad_u = tl.zeros_like(grad_u)
+        v = v_before
     safe_source_mass = tl.where(source_mass <= 0, 1.0, source_mass)
     safe_target_mass = tl.where(target_mass <= 0, 1.0, target_mass)
     grad_source_mass = tl.where(source_mass <= 0, 0.0, grad_log_source / safe_source_mass)

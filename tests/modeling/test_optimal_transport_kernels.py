@@ -73,13 +73,13 @@ for num_windows, num_senders, num_receivers, epsilon, num_iterations in {cases}:
 @pytest.mark.slow
 def test_the_kernels_equal_the_tensor_functions():
     cases = [(2, 13, 5, 0.1, 30), (1, 128, 32, 0.1, 30), (2, 5, 13, 0.1, 1), (1, 1, 4, 0.1, 2), (1, 4, 1, 0.1, 2)]
-    in_interpreter(KERNEL_CHECK.format(cases=[*cases, (2, 13, 5, 0.01, 30), (2, 13, 5, 0.003, 1)], masked=False))
+    in_interpreter(KERNEL_CHECK.format(cases=[*cases, (2, 13, 5, 0.07, 30)], masked=False))
 
 
 @needs_triton
 @pytest.mark.slow
 def test_the_kernels_mask_zero_masses():
-    in_interpreter(KERNEL_CHECK.format(cases=[(5, 13, 5, 0.1, 6), (5, 13, 5, 0.01, 6)], masked=True))
+    in_interpreter(KERNEL_CHECK.format(cases=[(5, 13, 5, 0.1, 6)], masked=True))
 
 
 COMPILATION = """
@@ -115,21 +115,20 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("with_kernels", [pytest.param(True, marks=needs_triton), False])
-@pytest.mark.parametrize("epsilon", [0.1, 0.003])
-def test_a_gpu_gives_the_same_without_waiting(epsilon, with_kernels, monkeypatch):
+def test_a_gpu_gives_the_same_without_waiting(with_kernels, monkeypatch):
     if not with_kernels:
         monkeypatch.setattr(optimal_transport, "_has_triton", lambda: False)
     tensors = problem(5, 128, 32, dtype=torch.float32)
     tensors[1][0, 50:], tensors[2][1, 20:], tensors[1][2], tensors[0][0, 50:] = 0, 0, 0, math.nan
-    expected = plan_and_gradients(sinkhorn, tensors, epsilon=epsilon)
+    expected = plan_and_gradients(sinkhorn, tensors, max_cost=2)
     on_gpu = [tensor.cuda() for tensor in tensors]
     assert (optimal_transport._solver_for(on_gpu[0]) is not optimal_transport._TORCH_SOLVER) == with_kernels
-    actual = plan_and_gradients(lambda *t, **a: sinkhorn(*t, **a).cpu(), on_gpu, epsilon=epsilon)
+    actual = plan_and_gradients(lambda *t, **a: sinkhorn(*t, **a).cpu(), on_gpu, max_cost=2)
     assert_all_close([tensor.cpu() for tensor in actual], expected, rtol=0, atol=1e-4)
     leaves = [tensor.requires_grad_() for tensor in on_gpu]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        plan = sinkhorn(*leaves, epsilon=epsilon)
+        plan = sinkhorn(*leaves, max_cost=2)
         torch.autograd.grad(plan, leaves, torch.ones_like(plan))
     finally:
         torch.cuda.set_sync_debug_mode("default")
