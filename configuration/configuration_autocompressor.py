@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of AutoCompressor, and of LLoCO, its second stage."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
-
-from transformers import PreTrainedConfig
 
 from .configuration_memory_tokens import MemoryTokensConfig
 from .field_checks import lora_or, one_of
@@ -103,15 +101,6 @@ class AutoCompressorConfig(MemoryTokensConfig):
             )
         if self.markers_per_chunk:
             raise ValueError(f"`slot_markers` must be left out: segments read none, got {self.slot_markers!r}")
-
-    @classmethod
-    def for_base(
-        cls, base: PreTrainedConfig, ratios: Sequence[int], *, max_context_tokens: int | None = None, **fields: Any
-    ) -> Any:
-        """See [`CompressorConfig.for_base`]; ratios hold for short segments, too, and the longest context has four."""
-        if max_context_tokens is not None:
-            fields["chunk_size"] = -(-max_context_tokens // 4)
-        return super().for_base(base, ratios, **{"memory_tokens": "by_ratio", **fields})
 
     @property
     def card_text(self) -> str:

@@ -3,7 +3,7 @@
 
 import os
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -257,28 +257,6 @@ class CompressorConfig(PreTrainedConfig):
     def auto_classes(cls) -> dict[str, str]:
         """Every Auto class that loads a checkpoint of the method, with the class that it loads."""
         return cls.default_auto_map()
-
-    @classmethod
-    def for_base(
-        cls,
-        base: PreTrainedConfig,
-        ratios: Sequence[int],
-        *,
-        max_context_tokens: int | None = None,
-        encoder_depth: int | None = None,
-        **fields: Any,
-    ) -> Any:
-        """The method's defaults on a base.
-
-        Args:
-            base: configuration of a language model.
-            ratios: compression ratios.
-            max_context_tokens: longest context that is compressed as one chunk; the method's own chunks when `None`.
-            encoder_depth: layers of the base that encode, where these are not all of them; the method's own number
-                when `None`.
-            fields: further fields of the configuration.
-        """
-        return cls(decoder_config=base, compression_ratios=list(ratios), **fields)
 
     @classmethod
     def fields_of_encoder(

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig, T5Config
 
 from .configuration_compressor import RETRIEVAL_LOADER, CompressorConfig
-from .field_checks import one_of
+from .field_checks import check_left_out, one_of
 from .layer_shape import LayerShape
 
 COMPRESSIONS = ("latents", "attention_pooling", "none")
@@ -22,16 +22,7 @@ FROM_SCRATCH = {
     "relative_attention_num_buckets": 128,
     "relative_attention_max_distance": 512,
 }
-_UNUSED_FIELDS: dict[str, Any] = {
-    "encoder_config": None,
-    "encoder_lora": None,
-    "decoder_lora": None,
-    "position_layout": "default",
-    "bos_before_slots": False,
-    "slots_after_ids": [],
-    "prompt_format": "plain",
-    "task_token_ids": {},
-}
+_LEFT_OUT = ("encoder_config", "encoder_lora", "decoder_lora", "bos_before_slots", "slots_after_ids", "task_token_ids")
 
 
 class DeCALConfig(CompressorConfig):
@@ -125,9 +116,9 @@ class DeCALConfig(CompressorConfig):
         self.decoder_start_token_id: int = self.pad_token_id if start is None else start
 
     def _check_fields(self) -> None:
-        for field, value in _UNUSED_FIELDS.items():
-            if getattr(self, field) != value:
-                raise ValueError(f"`{field}` must be {value!r} in DeCAL, got {getattr(self, field)!r}")
+        check_left_out(self, _LEFT_OUT, "all of T5 trains, and its decoder looks at slots without positions")
+        one_of("position_layout", self.position_layout, ("default",))
+        one_of("prompt_format", self.prompt_format, ("plain",))
         if self.compression == "none" and self.compression_ratios != (1,):
             raise ValueError(
                 f"`compression_ratios` must be 1 with `compression='none'`, got {self.compression_ratios!r}"

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the configurations of ICAE and 500xCompressor have in common."""
 
-from collections.abc import Sequence
 from typing import Any, cast
-
-from transformers import PreTrainedConfig
 
 from .configuration_compressor import CompressorConfig
 from .field_checks import lora_or, one_of
@@ -69,15 +66,6 @@ class MemoryTokensConfig(CompressorConfig):
     def default_task_tokens(self) -> tuple[str, ...]:
         """The task tokens that there are when none are given."""
         return TASK_TOKENS
-
-    @classmethod
-    def for_base(
-        cls, base: PreTrainedConfig, ratios: Sequence[int], *, max_context_tokens: int | None = None, **fields: Any
-    ) -> Any:
-        """See [`CompressorConfig.for_base`]; the chunk is as long as the longest context."""
-        if max_context_tokens is not None:
-            fields["chunk_size"] = max_context_tokens
-        return super().for_base(base, ratios, **fields)
 
     def chunk_slots(self, num_tokens: int, ratio: int) -> int:
         """ceil(n / r); ceil(L / r) of a chunk of any length with `memory_tokens="fixed"`."""

@@ -2,7 +2,6 @@
 """What the configurations of GMSA and of its baseline, TCP-AE, have in common."""
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -32,8 +31,9 @@ class ShallowEncoderConfig(CompressorConfig):
         encoder_config (`PreTrainedConfig` or `dict`, *optional*):
             Configuration of the model whose first layers encode, of any width and family; the decoder's if not given.
             It is cut to `encoder_layers`.
-        encoder_layers (`int`, defaults to 8):
-            First layers of that model that encode, followed by its final norm (section 3.1 and Figure 5).
+        encoder_layers (`int`, *optional*):
+            First layers of that model that encode, followed by its final norm (section 3.1 and Figure 5). If not
+            given, 8 of a model of at least 16 layers, and a quarter of a smaller one's.
         encoder_lora (`dict` or `None`, defaults to rank 128, alpha 32, dropout 0.05 on all linear maps):
             The authors' code.
         training_stage (`str`, defaults to `"autoencoding"`):
@@ -54,7 +54,7 @@ class ShallowEncoderConfig(CompressorConfig):
     def __init__(
         self,
         compression_ratios: int | list[int] | tuple[int, ...] = (4, 8),
-        encoder_layers: int = _ENCODER_LAYERS,
+        encoder_layers: int | None = None,
         encoder_lora: dict[str, Any] | str | None = "default",
         training_stage: str = AUTOENCODING,
         bos_before_text: bool = False,
@@ -71,17 +71,11 @@ class ShallowEncoderConfig(CompressorConfig):
         if self.shared_adapter:
             raise ValueError("`shared_adapter` must be False: the encoder has weights of its own, got True")
         encoder = self.get_encoder_config()
-        self.encoder_layers = int_between("encoder_layers", encoder_layers, 1, encoder.num_hidden_layers)
+        num_layers = encoder.num_hidden_layers
+        if encoder_layers is None:
+            encoder_layers = _ENCODER_LAYERS if num_layers >= 2 * _ENCODER_LAYERS else -(-num_layers // 4)
+        self.encoder_layers = int_between("encoder_layers", encoder_layers, 1, num_layers)
         self.encoder_config = first_layers(encoder, self.encoder_layers)
-
-    @classmethod
-    def for_base(
-        cls, base: PreTrainedConfig, ratios: Sequence[int], *, encoder_depth: int | None = None, **fields: Any
-    ) -> Any:
-        """See [`CompressorConfig.for_base`]; of a base of fewer than 16 layers a quarter encodes."""
-        is_deep = base.num_hidden_layers >= 2 * _ENCODER_LAYERS
-        usual = _ENCODER_LAYERS if is_deep else -(-base.num_hidden_layers // 4)
-        return super().for_base(base, ratios, **{"encoder_layers": encoder_depth or usual, **fields})
 
     @property
     def stage_parameters(self) -> tuple[str, ...] | None:

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of TCP-AE, the traditional compression paradigm's autoencoder."""
 
-from collections.abc import Sequence
 from typing import Any
-
-from transformers import PreTrainedConfig
 
 from .configuration_memory_tokens import MEMORY_STARTS
 from .configuration_shallow_encoder import ShallowEncoderConfig
@@ -33,15 +30,6 @@ class TCPAutoencoderConfig(ShallowEncoderConfig):
         self.appended_tokens = int_between("appended_tokens", appended_tokens, 1)
         self.memory_start = one_of("memory_start", memory_start, MEMORY_STARTS)
         super().__init__(**kwargs)
-
-    @classmethod
-    def for_base(
-        cls, base: PreTrainedConfig, ratios: Sequence[int], *, max_context_tokens: int | None = None, **fields: Any
-    ) -> Any:
-        """See [`ShallowEncoderConfig.for_base`]; with as many learned tokens as the longest context takes."""
-        if max_context_tokens is not None:
-            fields["appended_tokens"] = -(-max_context_tokens // min(ratios))
-        return super().for_base(base, ratios, **fields)
 
     @property
     def num_memory_tokens(self) -> int:

@@ -101,17 +101,9 @@ def config_of(name: str) -> PreTrainedConfig:
         raise ValueError(f"there is no model configuration in {name!r}: {error}") from error
 
 
-def method_config(
-    method: str,
-    base: PreTrainedConfig,
-    ratios: Sequence[int],
-    encoder_depth: int | None = None,
-    max_context_tokens: int | None = None,
-) -> PreTrainedConfig:
-    """A method's configuration on a base; arguments as `CompressorConfig.for_base`, and:"""
+def method_config(method: str, base: PreTrainedConfig, ratios: Sequence[int], **fields: Any) -> PreTrainedConfig:
+    """A method's configuration on a base, with further `fields` of it."""
     check_choice("method", method, METHODS)
     if method not in methods_on(base):
         raise ValueError(f"{method} does not go with a base of type {base.model_type!r}; {methods_on(base)} do")
-    return config_class(method).for_base(
-        base, ratios, max_context_tokens=max_context_tokens, encoder_depth=encoder_depth
-    )
+    return config_class(method)(decoder_config=base, compression_ratios=list(ratios), **fields)

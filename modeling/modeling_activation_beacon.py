@@ -325,30 +325,21 @@ class SlidingMemory:
         max_slots: slots that stay at most, more than there are sinks.
 
     Raises:
-        ValueError: a ratio that the checkpoint does not have, too few slots, or more than leave a window room in the
-            base's positions.
+        ValueError: a ratio that the checkpoint does not have, or another number of slots than the sinks and the
+            base's positions allow.
     """
 
     def __init__(self, model: ActivationBeaconModel, ratio: int | None = None, max_slots: int = 1024):
         config = model.config
-        if isinstance(max_slots, bool) or not isinstance(max_slots, int) or max_slots <= config.num_sinks:
-            raise ValueError(
-                f"`max_slots` must be an int of more than the {config.num_sinks} sinks, got {max_slots!r}"
-            )
         self.model, self.max_slots, self.num_tokens = model, max_slots, 0
         empty = torch.zeros(0, 0, dtype=torch.long, device=model.device)
         self.ratio: int = check_ratios([ratio], config.compression_ratios, empty, False)[0]
         size = config.window_tokens(self.ratio)
         window, limit = size + size // self.ratio, max_positions(config.get_encoder_config())
-        if limit is not None and limit - window <= config.num_sinks:
+        if max_slots <= config.num_sinks or (limit is not None and max_slots + window > limit):
             raise ValueError(
-                f"`ratio` must be higher than {self.ratio}, or `window_size` smaller: a window and its beacons take "
-                f"{window} positions, and the base has {limit}"
-            )
-        if limit is not None and max_slots + window > limit:
-            raise ValueError(
-                f"`max_slots` must be at most {limit - window}, got {max_slots}: a window and its beacons take "
-                f"{window} of the base's {limit} positions"
+                f"`max_slots` must be above the {config.num_sinks} sinks and leave {window} positions of the base's "
+                f"{limit} to a window and its beacons, got {max_slots}"
             )
         # Tokens of a window that is not full yet.
         self._unread = empty

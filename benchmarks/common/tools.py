@@ -17,7 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from context_compressors.cli.command import check_device, positive_int
+from context_compressors.configuration.configuration_shallow_encoder import ShallowEncoderConfig
 from context_compressors.configuration.layer_shape import LayerShape
+from context_compressors.configuration.methods import config_class
 from context_compressors.evaluation.model_shapes import SHAPE_NAMES, method_config, named_config
 from context_compressors.modeling import model_class
 from context_compressors.reporting.environment import environment
@@ -117,14 +119,20 @@ def random_compressor(
 ) -> PreTrainedModel:
     """Return a method with random weights that reads the context as one chunk, in evaluation mode.
 
-    `encoder_layers` are those of GMSA's and TCP-AE's encoder, see `method_config`.
+    `encoder_layers` are those of GMSA's and TCP-AE's encoder.
 
     Raises:
         ValueError: there is no such method for the decoder, or it has fewer layers.
     """
     torch.manual_seed(0)
     longest = decoder_config.max_position_embeddings
-    config = method_config(method, decoder_config, ratios, encoder_layers, longest)
+    usual = config_class(method)()
+    fields: dict[str, Any] = {} if usual.chunk_size is None else {"chunk_size": longest}
+    if encoder_layers is not None and isinstance(usual, ShallowEncoderConfig):
+        fields["encoder_layers"] = encoder_layers
+    if method == "tcp_autoencoder":
+        fields["appended_tokens"] = -(-longest // min(ratios))
+    config = method_config(method, decoder_config, ratios, **fields)
     with device:
         model = model_class(method)._from_config(config, dtype=getattr(torch, dtype))
     return model.to(device).eval()

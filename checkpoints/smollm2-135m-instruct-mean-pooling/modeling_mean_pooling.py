@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,38 +10,39 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .compressor_base import Chunks, CompressorForCausalLM, CompressorModel, Float32Linear, Slots, mean_pool
+from .compressor_base import (
+    Chunks,
+    CompressedContext,
+    CompressorForCausalLM,
+    CompressorModel,
+    Float32Linear,
+    TokenRows,
+    check_together,
+    length_batches,
+    mean_pool,
+)
 from .configuration_mean_pooling import MeanPoolingConfig
 
 
 # modeling/modeling_mean_pooling.py
 
-def nearest_ratios(log_ratios: Tensor, ratios: Sequence[int], measure: str) -> Tensor:
-    """The ratio of a set that is nearest to each predicted one; of two as near, the lower.
+def nearest_ratios(log_ratios: Tensor, ratios: Sequence[int]) -> Tensor:
+    """Return the ratio of a set that is nearest to each predicted one; of two as near, the lower.
 
     Args:
         log_ratios: log2 of the predicted ratios, any shape.
         ratios: the set.
-        measure: "ratio": between the ratios, so that 6 parts 4 and 8; "log_ratio": between their logarithms, which are
-            parted by 5.66.
 
     Returns:
         A LongTensor of the same shape.
     """
     candidates = torch.tensor(sorted(ratios), device=log_ratios.device)
-    places = candidates.float() if measure == "ratio" else candidates.float().log2()
-    values = log_ratios.exp2() if measure == "ratio" else log_ratios
     # By the middles between neighbours: far outside the set all distances are alike.
-    return candidates[torch.bucketize(values, (places[:-1] + places[1:]) / 2)]
+    return candidates[torch.bucketize(log_ratios.exp2(), (candidates[:-1] + candidates[1:]) / 2)]
 
 
 class MeanPoolingModel(CompressorModel):
-    r"""
-    Averages r neighbouring hidden states of a bidirectional encoder into one slot.
-
-    Args:
-        config ([`MeanPoolingConfig`]): the configuration.
-    """
+    """Averages r neighbouring hidden states of a bidirectional encoder into one slot."""
 
     config_class = MeanPoolingConfig
     pools_windows = True
@@ -64,7 +64,7 @@ class MeanPoolingModel(CompressorModel):
             up = Float32Linear(encoder_width, config.normed_mlp_size, bias=False)
             down = Float32Linear(config.normed_mlp_size, config.hidden_size, bias=False)
             self.slot_mlp = nn.Sequential(nn.RMSNorm(encoder_width, eps=1e-6), up, nn.GELU(), down)
-        self.ratio_selector = Float32Linear(encoder_width, 1) if config.selects_ratios else None
+        self.ratio_selector = Float32Linear(encoder_width, 1) if config.ratio_selector else None
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -81,69 +81,19 @@ class MeanPoolingModel(CompressorModel):
             ratios = torch.tensor(self.config.compression_ratios, dtype=torch.float32)
             init.constant_(module.bias, float(ratios.log2().mean()))
 
-    def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Take out `ratio_scale`, which replaces the configuration's: `ratio="auto"` adds it to the predicted log2."""
-        scale = arguments.pop("ratio_scale", None)
-        if scale is None:
-            return {}
-        if not self.config.selects_ratios:
-            raise ValueError(f"`ratio_scale` is {scale}, but the checkpoint has no ratio selector to be moved")
-        if not math.isfinite(scale):
-            raise ValueError(f"`ratio_scale` must be a finite number, got {scale}")
-        return {"ratio_scale": scale}
+    # --- the paper's compressor ---
 
-    def compress_with_log_ratios(
-        self, input_ids: Tensor, attention_mask: Tensor | None, ratios: Sequence[Any] | Tensor, **passages: Any
-    ) -> tuple[Any, Tensor]:
-        """Memories, and what the ratio selector predicts of the contexts, from one pass of the encoder.
+    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Tensor]:
+        hidden_states = self._hidden_states(chunks)
+        return [self._slots(hidden_states, chunks, ratio) for ratio in ratios]
 
-        Args:
-            input_ids, attention_mask, ratios: as `input_ids`, `attention_mask` and `ratio` of `compress`.
-            passages: `chunk_lengths`, as there.
-
-        Returns:
-            What `compress` returns, and `(batch_size, num_chunks)`: log2 of the predicted ratio of each chunk, NaN
-            behind a context's last one.
-        """
-        found: list[Tensor] = []
-        memories = self.named_memories(input_ids, attention_mask, ratios, False, log_ratios=found, **passages)
-        nothing = torch.full((len(input_ids), 1), torch.nan, device=input_ids.device)
-        return memories, found[0] if found else nothing
-
-    def encode_chunks(
-        self, chunks: Chunks, ratios: Sequence[Any], log_ratios: list[Tensor] | None = None, **beside: Any
-    ) -> Sequence[Slots]:
-        slots = super().encode_chunks(chunks, ratios, **beside)
-        if log_ratios is not None and chunks.log_ratios is not None:
-            log_ratios.append(chunks.log_ratios.unflatten(0, (-1, chunks.chunks_per_row)))
-        return slots
-
-    def encode(
-        self, chunks: Chunks, ratios: Sequence[int | Tensor | str], ratio_scale: float | None = None
-    ) -> list[Tensor]:
+    def _hidden_states(self, chunks: Chunks) -> Tensor:
         # Section 4.1: h_1 ... h_L, with full self-attention; the ablation "No Encoder" pools token embeddings.
         if self.config.encoder_type == "embeddings":
-            hidden_states = self._embed_text(chunks.input_ids)
-        else:
-            inputs = (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
-            is_causal = self.config.encoder_attention == "causal"
-            padding = {"is_full": chunks.is_full, "is_right_padded": True}
-            hidden_states = self.encoder_states(*inputs, is_causal=is_causal, **padding)
-        if self.ratio_selector is not None:
-            # Of each chunk's last token, NaN where it has none.
-            num_tokens = chunks.attention_mask.sum(dim=1)
-            last = (num_tokens - 1).clamp(min=0)[:, None, None]
-            predicted = self.ratio_selector(hidden_states.take_along_dim(last, dim=1))[:, 0, 0]
-            chunks.log_ratios = predicted.masked_fill(num_tokens == 0, torch.nan)
-            chunks.selected_ratios = self._selected_ratios(chunks.log_ratios, ratio_scale)
-        chosen: Any = [chunks.selected_ratios if isinstance(ratio, str) else ratio for ratio in ratios]
-        return [self._slots(hidden_states, chunks, ratio) for ratio in chosen]
-
-    def _selected_ratios(self, predicted: Tensor, ratio_scale: float | None) -> Tensor:
-        config = self.config
-        scaled = predicted.detach() + (config.ratio_scale if ratio_scale is None else ratio_scale)
-        nearest = nearest_ratios(scaled, config.compression_ratios, config.ratio_selector)
-        return nearest.where(~predicted.isnan(), config.default_ratio)
+            return self._embed_text(chunks.input_ids)
+        inputs = (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
+        is_causal = self.config.encoder_attention == "causal"
+        return self.encoder_states(*inputs, is_causal=is_causal, is_full=chunks.is_full, is_right_padded=True)
 
     def _slots(self, hidden_states: Tensor, chunks: Chunks, ratio: int | Tensor) -> Tensor:
         # Equations 3 and 4: S_k = {(k-1)r + 1, ..., min(kr, L)},  z_k = 1 / |S_k| sum_{i in S_k} h_i.
@@ -155,13 +105,55 @@ class MeanPoolingModel(CompressorModel):
             slots = self.slot_mlp(slots.float()).to(hidden_states.dtype)
         return slots
 
+    # --- semi-dynamic ratios ---
+
+    def compress_rows(
+        self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False, **beside: Any
+    ) -> list[CompressedContext]:
+        """See [`CompressorBackbone.compress_rows`]; a ratio of "auto" is the one that each context asks for."""
+        if self.config.ratio_selector and any(isinstance(ratio, str) for ratio in ratios):
+            with torch.no_grad():
+                log_ratios = self._log_ratios(context) + self.config.ratio_scale
+            selected = nearest_ratios(log_ratios, self.config.compression_ratios)
+            selected = selected.where(~log_ratios.isnan(), self.config.default_ratio)
+            ratios = [selected if isinstance(ratio, str) and ratio == "auto" else ratio for ratio in ratios]
+        return super().compress_rows(context, ratios, allow_untrained_ratio, **beside)
+
+    def predicted_log_ratios(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, chunk_lengths: Any = None
+    ) -> Tensor:
+        """Predict log2 of the ratio that each context asks for, from a pass of the encoder.
+
+        Args:
+            input_ids, attention_mask, chunk_lengths: as of `compress`.
+
+        Returns:
+            `(batch_size,)`, NaN for a context without tokens.
+        """
+        context = self.context_rows(input_ids, attention_mask, chunk_lengths=chunk_lengths)
+        check_together(context)
+        return self._log_ratios(context)
+
+    def _log_ratios(self, context: TokenRows) -> Tensor:
+        chunks = self.chunks_of(context)
+        num_tokens = torch.tensor(chunks.lengths, device=chunks.input_ids.device)
+        log_ratios = torch.zeros(len(chunks.lengths), device=num_tokens.device)
+        rows = [row for row, length in enumerate(chunks.lengths) if length]
+        most_tokens = None if self.training else self.tokens_at_once
+        for group in length_batches([chunks.lengths[row] for row in rows], None, most_tokens):
+            index = torch.tensor([rows[place] for place in group], device=num_tokens.device)
+            hidden_states = self._hidden_states(chunks.take(index.tolist()))
+            # y of a chunk: a linear map of its last token's state.
+            last = (num_tokens[index] - 1)[:, None, None]
+            predicted = self.ratio_selector(hidden_states.take_along_dim(last, dim=1))[:, 0, 0]
+            log_ratios = log_ratios.index_copy(0, index, predicted)
+        # A context asks for as many slots as its chunks together: sum_c n_c 2^(-y_c) of sum_c n_c tokens.
+        num_tokens, log_ratios = (x.unflatten(0, (-1, chunks.chunks_per_row)) for x in (num_tokens, log_ratios))
+        num_slots = (num_tokens * (-log_ratios).exp2()).sum(dim=1)
+        return (num_tokens.sum(dim=1) / num_slots).log2()
+
 
 class MeanPoolingForCausalLM(CompressorForCausalLM):
-    r"""
-    [`MeanPoolingModel`] with the decoder's LM head.
-
-    Args:
-        config ([`MeanPoolingConfig`]): the configuration.
-    """
+    """[`MeanPoolingModel`] with the decoder's LM head."""
 
     model_class = MeanPoolingModel

@@ -67,6 +67,7 @@ from .configuration_ranked_key_values import (
     CODE_VERSION,
     CONFIG_SCHEMA,
     CompressorConfig,
+    POSITION_LAYOUTS,
     RETRIEVAL_LOADER,
     check_choice,
     nearest_name,
@@ -385,10 +386,15 @@ _COPIES: dict[bool, weakref.WeakKeyDictionary[PreTrainedTokenizerBase, PreTraine
 }
 
 
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The tokenizers library's tokenizer inside a fast one; `None` inside another."""
+    return getattr(tokenizer, "backend_tokenizer", None)
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text, with no special tokens added."""
     # The wrapper's own overhead is ten times the encoding of a short string; it forgets what an earlier call cut at.
-    fast = getattr(tokenizer, "backend_tokenizer", None)
+    fast = _backend(tokenizer)
     if fast is not None and fast.truncation is None and fast.padding is None:
         return fast.encode(text, add_special_tokens=False).ids
     return tokenizer(text, add_special_tokens=False).input_ids
@@ -406,7 +412,7 @@ def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: i
         return [
             ids if whole else encode(tokenizer, text) for text, ids, whole in zip(texts, starts, is_whole, strict=True)
         ]
-    fast = getattr(tokenizer, "backend_tokenizer", None)
+    fast = _backend(tokenizer)
     if fast is not None and fast.truncation is None and fast.padding is None:
         return [encoding.ids for encoding in fast.encode_batch_fast(list(texts), add_special_tokens=False)]
     return [encode(tokenizer, text) for text in texts]
@@ -443,7 +449,7 @@ def text_tokenizer(tokenizer: PreTrainedTokenizerBase, splits: bool = True) -> P
     """A copy for data: where a document says "[AE]" or "</s>", these are characters and not the special token."""
     copied = copy.deepcopy(tokenizer)
     copied.split_special_tokens = splits
-    backend = getattr(copied, "backend_tokenizer", None)
+    backend = _backend(copied)
     if backend is not None:
         backend.encode_special_tokens = splits
         backend.no_truncation()
@@ -726,154 +732,6 @@ def right_padded(tensor: Tensor, mask: Tensor) -> Tensor:
     return tensor.gather(1, mask.argsort(dim=1, stable=True, descending=True))
 
 
-# parts/position_layout.py
-
-POSITION_LAYOUTS_of_position_layout = ("default", "uniform", "enhanced")
-CARRIERS = ("embeddings", "key_values")
-TASKS = ("reconstruction", "continuation")
-
-
-def uniform_memory_ids(
-    start_id: int, num_tokens: int, num_memory_tokens: int, device: torch.device | str | None = None
-) -> Tensor:
-    """Spread memory tokens evenly over the ids of the context tokens (EPL, Algorithm 1)."""
-    _check_count("start_id", start_id)
-    _check_memory_count(num_tokens, num_memory_tokens)
-    if num_memory_tokens == 0:
-        return torch.zeros(0, dtype=torch.long, device=device)
-    return _spread(start_id, num_tokens, num_memory_tokens, torch.arange(num_memory_tokens, device=device))
-
-
-def _spread(
-    start_id: int | Tensor, num_tokens: int | Tensor, num_memory_tokens: int | Tensor, steps: Tensor
-) -> Tensor:
-    """Ids of the memory tokens `steps` by Algorithm 1, in integers; all arguments broadcast."""
-    # Lines 1 to 3: start + (r - 1) / 2 + j r with r = num_tokens / num_memory_tokens, over the common denominator.
-    numerator = num_tokens - num_memory_tokens + 2 * num_tokens * steps + 2 * num_memory_tokens * start_id
-    whole = numerator // (2 * num_memory_tokens)
-    remainder = numerator - whole * (2 * num_memory_tokens)
-    # Line 4: the remainder is compared with half of the denominator, and a tie goes to the even id.
-    is_tie = remainder == num_memory_tokens
-    round_up = (remainder > num_memory_tokens) | (is_tie & (whole % 2 == 1))
-    return whole + round_up.long()
-
-
-def encoder_position_ids(
-    num_tokens: int,
-    num_memory_tokens: int,
-    layout: str,
-    chunk_start: int = 0,
-    device: torch.device | str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Position ids of one chunk and its memory tokens in the encoder (EPL, Tables 1 and 12)."""
-    _check_choice("layout", layout, POSITION_LAYOUTS_of_position_layout)
-    _check_count("chunk_start", chunk_start)
-    _check_memory_count(num_tokens, num_memory_tokens)
-    if layout == "default":
-        return _range(0, num_tokens, device), _range(num_tokens, num_memory_tokens, device)
-    context_ids = _range(chunk_start + 1, num_tokens, device)
-    return context_ids, uniform_memory_ids(chunk_start + 1, num_tokens, num_memory_tokens, device)
-
-
-def decoder_position_ids(
-    chunk_lengths: Sequence[int],
-    memory_counts: Sequence[int],
-    num_text_tokens: int,
-    layout: str,
-    carrier: str,
-    task: str,
-    device: torch.device | str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Position ids of the memory of all chunks and of the text in the decoder (EPL, Tables 2, 3 and 13 to 15)."""
-    _check_choice("layout", layout, POSITION_LAYOUTS_of_position_layout)
-    _check_choice("carrier", carrier, CARRIERS)
-    _check_choice("task", task, TASKS)
-    _check_count("num_text_tokens", num_text_tokens)
-    _check_counts("chunk_lengths", chunk_lengths)
-    _check_counts("memory_counts", memory_counts)
-    if len(chunk_lengths) != len(memory_counts):
-        raise ValueError(
-            "chunk_lengths and memory_counts must name the same chunks, "
-            f"got {len(chunk_lengths)} lengths and {len(memory_counts)} counts"
-        )
-    encoded, chunk_start = [_range(0, 0, device)], 0
-    for length, count in zip(chunk_lengths, memory_counts, strict=True):
-        encoded.append(encoder_position_ids(length, count, layout, chunk_start, device)[1])
-        chunk_start += length
-    memory_ids = torch.cat(encoded)
-
-    num_memory_tokens = len(memory_ids)
-    if layout == "enhanced":
-        first_text_id = 0 if task == "reconstruction" else chunk_start
-    else:
-        first_text_id = num_memory_tokens
-        if carrier == "embeddings":
-            memory_ids = _range(0, num_memory_tokens, device)
-    return memory_ids, _range(first_text_id, num_text_tokens, device)
-
-
-def rotate_keys(keys: Tensor, offsets: Tensor, inverse_frequencies: Tensor) -> Tensor:
-    """Move keys with rotary positions on to later positions: rotations add up, so `R(p + d) k = R(d) R(p) k`."""
-    if (
-        keys.dim() != 4
-        or offsets.shape not in (keys.shape[:1], keys.shape[::2])
-        or inverse_frequencies.shape != (keys.shape[-1] / 2,)
-    ):
-        raise ValueError(
-            "keys, offsets and inverse_frequencies must have shapes (batch_size, num_heads, num_slots, head_dim), "
-            f"(batch_size,) or (batch_size, num_slots), and (head_dim / 2,), got {tuple(keys.shape)}, "
-            f"{tuple(offsets.shape)} and {tuple(inverse_frequencies.shape)}"
-        )
-    return rotated(keys, rotation(offsets, inverse_frequencies, keys))
-
-
-def rotation(offsets: Tensor, inverse_frequencies: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of `rotate_keys`, which serve the keys of all layers."""
-    # A float32 angle of a far position is off by more than float32 keys are; the host has float64 everywhere.
-    angles = offsets.reshape(len(offsets), 1, -1, 1).cpu().double() * inverse_frequencies.cpu().double()
-    angles = torch.cat([angles, angles], dim=-1)
-    dtype = torch.promote_types(keys.dtype, torch.float32)
-    return angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
-
-
-def rotated(keys: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Keys moved by `rotation`'s tables, in the shape and dtype that they have."""
-    cosine, sine = tables
-    precise = keys.to(cosine.dtype)
-    first, second = precise.chunk(2, dim=-1)
-    return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(keys.dtype)
-
-
-def _range(start: int, count: int, device: torch.device | str | None) -> Tensor:
-    return torch.arange(start, start + count, dtype=torch.long, device=device)
-
-
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-
-
-def _check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} must be zero or more, got {value}")
-
-
-def _check_counts(name: str, values: Sequence[int]) -> None:
-    if not isinstance(values, (list, tuple)):
-        raise TypeError(f"{name} must be a list of ints, got {values!r}")
-    for value in values:
-        _check_count(name, value)
-
-
-def _check_memory_count(num_tokens: int, num_memory_tokens: int) -> None:
-    _check_count("num_tokens", num_tokens)
-    _check_count("num_memory_tokens", num_memory_tokens)
-    if num_memory_tokens > 0 and num_tokens == 0:
-        raise ValueError(f"num_memory_tokens must be 0 where num_tokens is 0, got {num_memory_tokens}")
-
-
 # parts/call_views.py
 
 # The library remembers on the model that its layers have hooks for further outputs.
@@ -929,144 +787,6 @@ def _bound_to(view: nn.Module, value: Any, module: nn.Module) -> Any:
         return types.MethodType(value.__func__, view)
     if isinstance(value, functools.partial) and value.args and value.args[0] is module:
         return functools.partial(value.func, view, *value.args[1:], **value.keywords)
-    return value
-
-
-# parts/pooling.py
-
-_INTEGER_DTYPES_of_pooling = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def num_slots(num_tokens: int | Tensor, ratio: int | Tensor) -> int | Tensor:
-    """Number of slots that a context of `num_tokens` tokens is pooled into, `ceil(num_tokens / ratio)`."""
-    num_tokens = _checked_integer("num_tokens", num_tokens, minimum=0)
-    ratio = _checked_integer("ratio", ratio, minimum=1)
-    return (num_tokens + ratio - 1) // ratio
-
-
-def mean_pool(
-    hidden_states: Tensor, attention_mask: Tensor, ratio: int | Tensor, lengths: Sequence[int] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Average each window of `ratio` neighbouring real tokens into one slot (mean pooling, equations 3 and 4)."""
-    mask = _checked_mask(hidden_states, attention_mask)
-    ratio = _checked_ratio(ratio, hidden_states)
-    counts = mask.sum(dim=1)
-    slot_counts = (counts + ratio - 1) // ratio
-    if lengths is not None and isinstance(ratio, int):
-        total_slots, is_left_aligned = -(-max(lengths) // ratio), True
-        is_full = min(lengths) == mask.shape[1]
-    else:
-        total_slots, is_left_aligned, is_full = _shape_facts(mask, counts, slot_counts)
-    slot_index = torch.arange(total_slots, device=mask.device)
-    slot_mask = slot_index < slot_counts[:, None]
-
-    if isinstance(ratio, int):
-        tokens = _left_aligned(hidden_states, mask, counts, total_slots * ratio, is_left_aligned, is_full)
-        sums = tokens.unflatten(1, (total_slots, ratio)).sum(dim=2, dtype=_sum_dtype(hidden_states))
-    else:
-        sums = _ragged_window_sums(hidden_states, mask, ratio, total_slots)
-    sizes = window_sizes(counts, ratio, total_slots)
-    return (sums / sizes[:, :, None]).to(hidden_states.dtype), slot_mask.long()
-
-
-def window_sizes(num_tokens: Tensor, ratio: int | Tensor, num_slots: int) -> Tensor:
-    """Tokens in each slot's window, |S_k| of equation 3."""
-    ratios = ratio if isinstance(ratio, int) else ratio[:, None]
-    slot_index = torch.arange(num_slots, device=num_tokens.device)
-    return (num_tokens[:, None] - slot_index * ratios).clamp(min=1).clamp(max=ratios)
-
-
-def _left_aligned(
-    hidden_states: Tensor, mask: Tensor, counts: Tensor, length: int, is_left_aligned: bool, is_full: bool
-) -> Tensor:
-    """Real tokens first in every row, zeros after them, `(batch_size, length, hidden_size)`."""
-    num_tokens = hidden_states.shape[1]
-    if is_left_aligned:
-        tokens = hidden_states[:, :length]
-    else:
-        order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, :length]
-        row_starts = torch.arange(mask.shape[0], device=mask.device)[:, None] * num_tokens
-        flat_order = (order + row_starts).flatten()
-        tokens = hidden_states.flatten(0, 1).index_select(0, flat_order).unflatten(0, order.shape)
-    if not is_full:
-        # Filled rather than multiplied: what stands at a pad may be infinite or NaN.
-        is_pad = torch.arange(tokens.shape[1], device=mask.device) >= counts[:, None]
-        tokens = tokens.masked_fill(is_pad[:, :, None], 0)
-    if length > tokens.shape[1]:
-        tokens = torch.nn.functional.pad(tokens, (0, 0, 0, length - tokens.shape[1]))
-    return tokens
-
-
-def _ragged_window_sums(hidden_states: Tensor, mask: Tensor, ratio: Tensor, total_slots: int) -> Tensor:
-    """Window sums where each row has its own ratio, `(batch_size, total_slots, hidden_size)`."""
-    batch_size, _, hidden_size = hidden_states.shape
-    rank = mask.long().cumsum(dim=1) - 1
-    row_starts = torch.arange(batch_size, device=mask.device)[:, None] * total_slots
-    slot_of_token = (rank // ratio[:, None] + row_starts)[mask]
-    sums = hidden_states.new_zeros((batch_size * total_slots, hidden_size), dtype=_sum_dtype(hidden_states))
-    return sums.index_add(0, slot_of_token, hidden_states[mask].to(sums.dtype)).unflatten(0, (batch_size, total_slots))
-
-
-def _shape_facts(mask: Tensor, counts: Tensor, slot_counts: Tensor) -> tuple[int, bool, bool]:
-    """Largest slot count, whether all pads stand right, whether there are none: one device synchronisation for all."""
-    if mask.numel() == 0:
-        return 0, True, True
-    # A row is left-aligned if no real token follows a pad.
-    is_left_aligned = ~(mask[:, 1:] & ~mask[:, :-1]).any()
-    facts = torch.stack([slot_counts.max(), is_left_aligned.long(), (counts == mask.shape[1]).all().long()])
-    total_slots, left_aligned, full = facts.tolist()
-    return total_slots, bool(left_aligned), bool(full)
-
-
-def _sum_dtype(hidden_states: Tensor) -> torch.dtype:
-    return torch.float32 if hidden_states.dtype in (torch.float16, torch.bfloat16) else hidden_states.dtype
-
-
-def _checked_mask(hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
-    if not isinstance(hidden_states, Tensor) or hidden_states.dtype not in _FLOAT_DTYPES:
-        found = getattr(hidden_states, "dtype", type(hidden_states).__name__)
-        raise TypeError(f"hidden_states must be a tensor of float16, bfloat16, float32 or float64, got {found}")
-    if hidden_states.dim() != 3:
-        raise ValueError(
-            f"hidden_states must have shape (batch_size, num_tokens, hidden_size), got {tuple(hidden_states.shape)}"
-        )
-    if not isinstance(attention_mask, Tensor) or attention_mask.dtype not in (torch.bool, *_INTEGER_DTYPES_of_pooling):
-        found = getattr(attention_mask, "dtype", type(attention_mask).__name__)
-        raise TypeError(f"attention_mask must be a bool or integer tensor, got {found}")
-    if attention_mask.shape != hidden_states.shape[:2]:
-        raise ValueError(
-            f"attention_mask must have shape {tuple(hidden_states.shape[:2])} like hidden_states, "
-            f"got {tuple(attention_mask.shape)}"
-        )
-    return attention_mask.to(device=hidden_states.device) != 0
-
-
-def _checked_ratio(ratio: int | Tensor, hidden_states: Tensor) -> int | Tensor:
-    """The ratio as an int, or as a LongTensor beside the states if its rows differ."""
-    ratio = _checked_integer("ratio", ratio, minimum=1)
-    if isinstance(ratio, int):
-        # One window of all tokens is the same for every ratio above their number, and needs no longer padding.
-        return min(ratio, max(1, hidden_states.shape[1]))
-    if ratio.shape != hidden_states.shape[:1]:
-        raise ValueError(
-            f"ratio must be an int or have shape ({hidden_states.shape[0]},), one for each row, "
-            f"got shape {tuple(ratio.shape)}"
-        )
-    values = set(ratio.tolist())
-    return _checked_ratio(values.pop(), hidden_states) if len(values) == 1 else ratio.to(hidden_states.device)
-
-
-def _checked_integer(name: str, value: int | Tensor, minimum: int) -> int | Tensor:
-    if isinstance(value, Tensor) and value.dtype in _INTEGER_DTYPES_of_pooling:
-        if value.numel() and int(value.min()) < minimum:
-            raise ValueError(f"{name} must be {minimum} or more in every row, got {value.tolist()}")
-        return value.long()
-    if isinstance(value, bool) or not isinstance(value, int):
-        found = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else repr(value)
-        raise TypeError(f"{name} must be an int or an integer tensor, got {found}")
-    if value < minimum:
-        raise ValueError(f"{name} must be {minimum} or more, got {value}")
     return value
 
 
@@ -1183,7 +903,7 @@ _BESIDE_MEMORIES = {
     *("eos_token_id", "pad_token_id"),
     *("external_weights", "parent_model_name_or_path", "measured_chunks", "code_version", "config_schema"),
     *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
-    *("ratio_selector", "ratio_scale"),
+    *("ratio_selector", "ratio_scale", "segment_windows", "last_group"),
     *("use_cache", "dtype", "torch_dtype", "quantization_config"),
     *("output_hidden_states", "output_attentions", "return_dict"),
 }
@@ -1526,6 +1246,56 @@ def _filled(tokenizer: PreTrainedTokenizerBase, text: str, contents: Sequence[st
     return ids + prefix_ids(tokenizer, text)
 
 
+# parts/pooling.py
+
+def mean_pool(
+    hidden_states: Tensor, attention_mask: Tensor, ratio: int | Tensor, lengths: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Average each window of `ratio` neighbouring real tokens into one slot (mean pooling, equations 3 and 4)."""
+    mask = attention_mask != 0
+    if lengths is None:
+        order = mask.long().argsort(dim=1, stable=True, descending=True)
+        hidden_states, mask = take_places(hidden_states, order), mask.gather(1, order)
+        lengths = mask.sum(dim=1).tolist()
+    # Columns of pads alone are cut off.
+    width, counts = max(lengths, default=0), mask.sum(dim=1)
+    hidden_states, mask = hidden_states[:, :width], mask[:, :width]
+    if isinstance(ratio, Tensor) and len(set(of_rows := ratio.tolist())) == 1:
+        ratio = int(of_rows[0])
+    if isinstance(ratio, int):
+        # One window of all tokens is the same for every ratio above their number, and needs no longer padding.
+        ratio = min(ratio, max(1, width))
+        of_rows = [ratio] * len(lengths)
+    num_slots = max((-(-length // own) for length, own in zip(lengths, of_rows, strict=True)), default=0)
+    if min(lengths, default=width) < width:
+        # Filled rather than multiplied: what stands at a pad may be infinite or NaN.
+        hidden_states = hidden_states.masked_fill(~mask[:, :, None], 0)
+    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+    if isinstance(ratio, int):
+        tokens = functional.pad(hidden_states, (0, 0, 0, num_slots * ratio - width))
+        sums = tokens.unflatten(1, (num_slots, ratio)).sum(dim=2, dtype=dtype)
+    else:
+        ratio = ratio.to(mask.device)
+        slot_of_token = torch.arange(width, device=mask.device) // ratio[:, None]
+        sums = hidden_states.new_zeros((len(mask), num_slots, hidden_states.shape[2]), dtype=dtype)
+        places = slot_of_token.clamp(max=num_slots - 1)[:, :, None].expand(hidden_states.shape)
+        sums = sums.scatter_add(1, places, hidden_states.to(dtype))
+    sizes = window_sizes(counts, ratio, num_slots)
+    slot_mask = torch.arange(num_slots, device=mask.device) * _of_each_row(ratio) < counts[:, None]
+    return (sums / sizes[:, :, None]).to(hidden_states.dtype), slot_mask.long()
+
+
+def window_sizes(num_tokens: Tensor, ratio: int | Tensor, num_slots: int) -> Tensor:
+    """Tokens in each slot's window, |S_k| of equation 3."""
+    ratio = _of_each_row(ratio)
+    slot_index = torch.arange(num_slots, device=num_tokens.device)
+    return (num_tokens[:, None] - slot_index * ratio).clamp(min=1).clamp(max=ratio)
+
+
+def _of_each_row(ratio: int | Tensor) -> int | Tensor:
+    return ratio if isinstance(ratio, int) else ratio[:, None]
+
+
 # parts/attention_masks.py
 
 # Implementations that take a mask with a value for every pair of places.
@@ -1690,7 +1460,7 @@ def check_range(memory: Any, dtype: torch.dtype) -> None:
 
 # checkpoint/base_weights.py
 
-logger_of_base_weights = logging.get_logger(__name__)
+logger = logging.get_logger(__name__)
 DECODER_BASE, ENCODER_BASE = "decoder", "encoder"
 # Where a repository's files come from; the same for a checkpoint and for its base.
 DOWNLOAD_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token")
@@ -1891,7 +1661,7 @@ def _check_base(
             f"were compared: they are {error:.2%} off, which neither a cast nor a rounding explains; a fine-tuned "
             "base is another model"
         )
-    logger_of_base_weights.warning(
+    logger.warning(
         f"{place} is nearly the base model ({shown}): its weights are {error:.2%} off, as after "
         f"{'a rounding' if cast is None else f'a cast to {_name(cast)}'}. The compressor works on them, perhaps "
         "slightly worse than on those that it was trained on"
@@ -2449,131 +2219,6 @@ def _file_digest(file: BinaryIO, header_bytes: bytes, match: re.Match) -> str:
     return digest.hexdigest()
 
 
-# memory/memory_validation.py
-
-_INTEGER_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-def is_memory(value: Any) -> bool:
-    """Whether it is a `CompressedContext`: this package's, or that of a model which brings its own code."""
-    return any(kind.__name__ == "CompressedContext" for kind in type(value).__mro__)
-
-
-def check_memory_fields(memory: Any, finite: bool = False) -> None:
-    """Check types, shapes and values of a memory's fields."""
-    if (memory.embeddings is None) == (memory.key_values is None):
-        raise ValueError("a CompressedContext holds either embeddings or key_values, exactly one of them")
-    tensors, scales = _checked_carrier(memory), scale_tensors(memory)
-    rows, slots = tensors[0].shape[0], tensors[0].shape[-2]
-    shapes: dict[str, tuple[int, ...]] = {"attention_mask": (rows, slots), "position_ids": (rows, slots)}
-    optional: dict[str, tuple[int, ...]] = {"question_fingerprints": (rows,)}
-    if memory.key_values is not None:
-        optional |= {name: (rows, slots, num_heads_of(memory)) for name in PAIR_FIELDS}
-    shapes |= {"num_context_tokens": (rows,)} | ({"ratio": (rows,)} if isinstance(memory.ratio, Tensor) else {})
-    shapes |= {name: shape for name, shape in optional.items() if getattr(memory, name) is not None}
-    for name, shape in shapes.items():
-        tensor = getattr(memory, name)
-        if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGER_DTYPES:
-            raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape} to fit the {memory.carrier}, got {tuple(tensor.shape)}")
-    if not isinstance(memory.ratio, (int, Tensor)):
-        raise TypeError(f"ratio must be an int or a LongTensor with one value for each row, got {memory.ratio!r}")
-    if not isinstance(memory.model_id, str):
-        raise TypeError(f"model_id must be a string, got {memory.model_id!r}")
-    if memory.position_layout not in POSITION_LAYOUTS_of_position_layout:
-        raise ValueError(
-            f"position_layout must be one of {', '.join(POSITION_LAYOUTS_of_position_layout)}, got {memory.position_layout!r}"
-        )
-    devices = {tensor.device for tensor in [*tensors, *scales, *(getattr(memory, name) for name in shapes)]}
-    if len(devices) > 1:
-        raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
-    if not memory.attention_mask.is_meta:
-        refuse_values(memory, torch.stack(value_flags(memory, finite)).tolist())
-
-
-def _checked_carrier(memory: Any) -> list[Tensor]:
-    """The embeddings, or keys and values of all layers, of one shape and with the scales and frequencies they need."""
-    name, dims = memory.carrier, 3 if memory.key_values is None else 4
-    pairs = memory.key_values or ()
-    if memory.key_values is not None and (
-        not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
-    ):
-        raise TypeError("key_values must be a tuple with one pair of keys and values for each layer")
-    tensors = carrier_tensors(memory)
-    if not tensors:
-        raise ValueError("key_values must have at least one layer")
-    for tensor in tensors:
-        dtype = getattr(tensor, "dtype", None)
-        if dtype is None or not (dtype.is_floating_point or (quantization_of(dtype) and memory.scales is not None)):
-            raise TypeError(
-                f"{name} must be floating-point tensors, or integers with `scales`, got {dtype or tensor!r}"
-            )
-        if tensor.dim() != dims:
-            raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
-    shapes = {(*tensor.shape[:-1], width_of(tensor)) for tensor in tensors}
-    dtypes = {(keys.dtype, values.dtype) for keys, values in pairs}
-    if len(shapes) > 1 or len(dtypes) > 1 or any(keys != dtype_of_keys(values) for keys, values in dtypes):
-        found = ", ".join(sorted(map(str, shapes | dtypes)))
-        raise ValueError(f"key_values must have one shape and dtype in all layers, got {found}")
-    if memory.scales is not None:
-        wanted = [((*tensor.shape[:-1], num_blocks(width_of(tensor))), torch.float16) for tensor in tensors]
-        if [(tuple(scales.shape), scales.dtype) for scales in scale_tensors(memory)] != wanted:
-            raise ValueError(f"scales must be float16, of shapes {[shape for shape, _ in wanted]} to fit the {name}")
-    frequencies, width = memory.inverse_frequencies, width_of(tensors[0])
-    if frequencies is not None and (not pairs or frequencies.shape != (width / 2,)):
-        raise ValueError(
-            f"inverse_frequencies belong to key_values and must have shape ({width // 2},), half of the head "
-            f"dimension, got {tuple(frequencies.shape)}"
-        )
-    if memory.coarsest_ratios is not None and (memory.head_ids is None or memory.coarsest_ratios.dtype != torch.uint8):
-        raise ValueError("coarsest_ratios must be uint8, beside head_ids")
-    return tensors
-
-
-def num_heads_of(memory: Any) -> int:
-    """Key/value heads in all layers of a memory of key/values."""
-    return len(memory.key_values) * memory.key_values[0][0].shape[1]
-
-
-def value_flags(memory: Any, finite: bool = False) -> list[Tensor]:
-    """What may be wrong with the values of a memory's fields, without a wait for the device."""
-    mask, heads, frequencies = memory.attention_mask.long(), memory.head_ids, memory.inverse_frequencies
-    no = mask.new_zeros((), dtype=torch.bool)
-    carrier: list[Tensor] = []
-    if finite:
-        # Integers are.
-        carrier = scale_tensors(memory) if quantization_of(memory.dtype) else carrier_tensors(memory)
-    return [
-        ((mask != 0) & (mask != 1)).any(),
-        (mask[:, 1:] > mask[:, :-1]).any(),
-        (memory.num_context_tokens < 0).any(),
-        ((memory.position_ids < 0) & (mask == 1)).any(),
-        no if frequencies is None else (~frequencies.isfinite()).any().to(mask.device),
-        (torch.as_tensor(memory.ratio, device=mask.device) < 1).any(),
-        no if heads is None else ((heads < 0) | (heads >= num_heads_of(memory))).any(),
-        ~torch.stack([~no, *(tensor.isfinite().all() for tensor in carrier)]).all(),
-    ]
-
-
-def refuse_values(memory: Any, flags: Sequence[int]) -> None:
-    """Raise a `ValueError` for the first of [`value_flags`] that is true."""
-    reasons = (
-        "attention_mask must hold ones and zeros",
-        "attention_mask must have the real slots of each row first, the padding slots after them",
-        "num_context_tokens must be zero or more",
-        "position_ids must be zero or more in every real slot",
-        "inverse_frequencies must be finite",
-        "ratio must be 1 or more in every row",
-        "head_ids must be those of the heads of all layers",
-        f"{memory.carrier} must be finite, and hold NaN or infinite values: the model that made them has overflowed, "
-        "or its weights are not finite",
-    )
-    for flag, reason in zip(flags, reasons, strict=True):
-        if flag:
-            raise ValueError(reason)
-
-
 # checkpoint/checkpoint_card.py
 
 _LOADING = """\
@@ -2746,6 +2391,177 @@ def _adapters(lora: dict[str, Any] | None) -> str:
     return "no adapters" if lora is None else f"LoRA, rank {lora['rank']}, alpha {lora['alpha']:g}"
 
 
+# memory/memory_validation.py
+
+_INTEGER_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def is_memory(value: Any) -> bool:
+    """Whether it is a `CompressedContext`: this package's, or that of a model which brings its own code."""
+    return any(kind.__name__ == "CompressedContext" for kind in type(value).__mro__)
+
+
+def check_memory_fields(memory: Any, finite: bool = False) -> None:
+    """Check types, shapes and values of a memory's fields."""
+    if (memory.embeddings is None) == (memory.key_values is None):
+        raise ValueError("a CompressedContext holds either embeddings or key_values, exactly one of them")
+    tensors, scales = _checked_carrier(memory), scale_tensors(memory)
+    rows, slots = tensors[0].shape[0], tensors[0].shape[-2]
+    shapes: dict[str, tuple[int, ...]] = {"attention_mask": (rows, slots), "position_ids": (rows, slots)}
+    optional: dict[str, tuple[int, ...]] = {"question_fingerprints": (rows,)}
+    if memory.key_values is not None:
+        optional |= {name: (rows, slots, num_heads_of(memory)) for name in PAIR_FIELDS}
+    shapes |= {"num_context_tokens": (rows,)} | ({"ratio": (rows,)} if isinstance(memory.ratio, Tensor) else {})
+    shapes |= {name: shape for name, shape in optional.items() if getattr(memory, name) is not None}
+    for name, shape in shapes.items():
+        tensor = getattr(memory, name)
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGER_DTYPES:
+            raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape} to fit the {memory.carrier}, got {tuple(tensor.shape)}")
+    if not isinstance(memory.ratio, (int, Tensor)):
+        raise TypeError(f"ratio must be an int or a LongTensor with one value for each row, got {memory.ratio!r}")
+    if not isinstance(memory.model_id, str):
+        raise TypeError(f"model_id must be a string, got {memory.model_id!r}")
+    if memory.position_layout not in POSITION_LAYOUTS:
+        raise ValueError(
+            f"position_layout must be one of {', '.join(POSITION_LAYOUTS)}, got {memory.position_layout!r}"
+        )
+    devices = {tensor.device for tensor in [*tensors, *scales, *(getattr(memory, name) for name in shapes)]}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
+    if not memory.attention_mask.is_meta:
+        refuse_values(memory, torch.stack(value_flags(memory, finite)).tolist())
+
+
+def _checked_carrier(memory: Any) -> list[Tensor]:
+    """The embeddings, or keys and values of all layers, of one shape and with the scales and frequencies they need."""
+    name, dims = memory.carrier, 3 if memory.key_values is None else 4
+    pairs = memory.key_values or ()
+    if memory.key_values is not None and (
+        not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
+    ):
+        raise TypeError("key_values must be a tuple with one pair of keys and values for each layer")
+    tensors = carrier_tensors(memory)
+    if not tensors:
+        raise ValueError("key_values must have at least one layer")
+    for tensor in tensors:
+        dtype = getattr(tensor, "dtype", None)
+        if dtype is None or not (dtype.is_floating_point or (quantization_of(dtype) and memory.scales is not None)):
+            raise TypeError(
+                f"{name} must be floating-point tensors, or integers with `scales`, got {dtype or tensor!r}"
+            )
+        if tensor.dim() != dims:
+            raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
+    shapes = {(*tensor.shape[:-1], width_of(tensor)) for tensor in tensors}
+    dtypes = {(keys.dtype, values.dtype) for keys, values in pairs}
+    if len(shapes) > 1 or len(dtypes) > 1 or any(keys != dtype_of_keys(values) for keys, values in dtypes):
+        found = ", ".join(sorted(map(str, shapes | dtypes)))
+        raise ValueError(f"key_values must have one shape and dtype in all layers, got {found}")
+    if memory.scales is not None:
+        wanted = [((*tensor.shape[:-1], num_blocks(width_of(tensor))), torch.float16) for tensor in tensors]
+        if [(tuple(scales.shape), scales.dtype) for scales in scale_tensors(memory)] != wanted:
+            raise ValueError(f"scales must be float16, of shapes {[shape for shape, _ in wanted]} to fit the {name}")
+    frequencies, width = memory.inverse_frequencies, width_of(tensors[0])
+    if frequencies is not None and (not pairs or frequencies.shape != (width / 2,)):
+        raise ValueError(
+            f"inverse_frequencies belong to key_values and must have shape ({width // 2},), half of the head "
+            f"dimension, got {tuple(frequencies.shape)}"
+        )
+    if memory.coarsest_ratios is not None and (memory.head_ids is None or memory.coarsest_ratios.dtype != torch.uint8):
+        raise ValueError("coarsest_ratios must be uint8, beside head_ids")
+    return tensors
+
+
+def num_heads_of(memory: Any) -> int:
+    """Key/value heads in all layers of a memory of key/values."""
+    return len(memory.key_values) * memory.key_values[0][0].shape[1]
+
+
+def value_flags(memory: Any, finite: bool = False) -> list[Tensor]:
+    """What may be wrong with the values of a memory's fields, without a wait for the device."""
+    mask, heads, frequencies = memory.attention_mask.long(), memory.head_ids, memory.inverse_frequencies
+    no = mask.new_zeros((), dtype=torch.bool)
+    carrier: list[Tensor] = []
+    if finite:
+        # Integers are.
+        carrier = scale_tensors(memory) if quantization_of(memory.dtype) else carrier_tensors(memory)
+    return [
+        ((mask != 0) & (mask != 1)).any(),
+        (mask[:, 1:] > mask[:, :-1]).any(),
+        (memory.num_context_tokens < 0).any(),
+        ((memory.position_ids < 0) & (mask == 1)).any(),
+        no if frequencies is None else (~frequencies.isfinite()).any().to(mask.device),
+        (torch.as_tensor(memory.ratio, device=mask.device) < 1).any(),
+        no if heads is None else ((heads < 0) | (heads >= num_heads_of(memory))).any(),
+        ~torch.stack([~no, *(tensor.isfinite().all() for tensor in carrier)]).all(),
+    ]
+
+
+def refuse_values(memory: Any, flags: Sequence[int]) -> None:
+    """Raise a `ValueError` for the first of [`value_flags`] that is true."""
+    reasons = (
+        "attention_mask must hold ones and zeros",
+        "attention_mask must have the real slots of each row first, the padding slots after them",
+        "num_context_tokens must be zero or more",
+        "position_ids must be zero or more in every real slot",
+        "inverse_frequencies must be finite",
+        "ratio must be 1 or more in every row",
+        "head_ids must be those of the heads of all layers",
+        f"{memory.carrier} must be finite, and hold NaN or infinite values: the model that made them has overflowed, "
+        "or its weights are not finite",
+    )
+    for flag, reason in zip(flags, reasons, strict=True):
+        if flag:
+            raise ValueError(reason)
+
+
+# parts/position_layout.py
+
+def _spread_ids(
+    start_id: int | Tensor, num_tokens: int | Tensor, num_memory_tokens: int | Tensor, steps: Tensor
+) -> Tensor:
+    """Ids of the memory tokens `steps` by Algorithm 1; all arguments broadcast."""
+    # Lines 1 to 3: start + (r - 1) / 2 + j r with r = num_tokens / num_memory_tokens, over the common denominator.
+    numerator = num_tokens - num_memory_tokens + 2 * num_tokens * steps + 2 * num_memory_tokens * start_id
+    floor = numerator // (2 * num_memory_tokens)
+    remainder = numerator - floor * (2 * num_memory_tokens)
+    # Line 4: the remainder is compared with half of the denominator, and a tie goes to the even id.
+    is_tie = remainder == num_memory_tokens
+    round_up = (remainder > num_memory_tokens) | (is_tie & (floor % 2 == 1))
+    return floor + round_up.long()
+
+
+def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: str, width: int) -> Tensor:
+    """Return the position ids of many chunks' memory tokens in the encoder (EPL, Tables 1 and 12)."""
+    steps = torch.arange(width, device=counts.device)
+    lengths, counts, starts = lengths[:, None], counts[:, None], starts[:, None]
+    spread_ids = _spread_ids(starts + 1, lengths, counts.clamp(min=1), steps)
+    return (lengths + steps if layout == "default" else spread_ids) * (steps < counts)
+
+
+def rotate_keys(keys: Tensor, offsets: Tensor, inverse_frequencies: Tensor) -> Tensor:
+    """Move keys with rotary positions on to later positions: rotations add up, so `R(p + d) k = R(d) R(p) k`."""
+    return rotated(keys, rotation(offsets, inverse_frequencies, keys))
+
+
+def rotation(offsets: Tensor, inverse_frequencies: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of `rotate_keys`, which serve the keys of all layers."""
+    # A float32 angle of a far position is off by more than float32 keys are; the host has float64 everywhere.
+    angles = offsets.reshape(len(offsets), 1, -1, 1).cpu().double() * inverse_frequencies.cpu().double()
+    angles = torch.cat([angles, angles], dim=-1)
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    return angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
+
+
+def rotated(keys: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Return keys moved by `rotation`'s tables, in the shape and dtype that they have."""
+    cosine, sine = tables
+    precise = keys.to(cosine.dtype)
+    first, second = precise.chunk(2, dim=-1)
+    return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(keys.dtype)
+
+
 # checkpoint/light_checkpoints.py
 
 # Of two configurations' sources: what `from_pretrained` fetches a checkpoint's files with.
@@ -2859,6 +2675,55 @@ def without_quantizer(model: Any) -> Iterator[None]:
             model.hf_quantizer = quantizer
         if settings is not None:
             model.config.quantization_config = settings
+
+
+# memory/served_memory.py
+
+def check_served_form(carrier: str, position_layout: str) -> None:
+    """Raise `ValueError` if a server of the decoder alone cannot read memories of this form; it says why."""
+    if carrier != "embeddings":
+        raise ValueError(
+            "servers take embeddings only, and memories of this kind are keys and values of every layer: their own "
+            "compressor alone can read them"
+        )
+    if position_layout == "enhanced":
+        raise ValueError(
+            "servers number embeddings 0, 1, 2, ..., and under the position layout 'enhanced' slots stand where their "
+            "tokens stood: only contiguous positions can be served"
+        )
+
+
+def served_slots(memory: Any) -> Tensor:
+    """The slots of a memory of one row, `(num_slots, hidden_size)`, for a server of the decoder alone."""
+    if memory.batch_size != 1:
+        raise ValueError(f"a prompt has one memory, this one has {memory.batch_size} rows: choose with `rows`")
+    check_served_form(memory.carrier, memory.position_layout)
+    memory = memory.dequantize() if memory.quantization else memory
+    check_memory_fields(memory, finite=True)
+    return memory.embeddings[0, memory.attention_mask[0].bool()]
+
+
+def prompt_of(memory: Any, tokenizer: Any, messages: Any, model: Any, encoding: str | None) -> Tensor | str:
+    """See `CompressedContext.to_prompt_embeds`."""
+    if encoding not in (None, "base64"):
+        raise ValueError(f"encoding must be None or 'base64', got {encoding!r}")
+    if messages is not None and tokenizer is None:
+        raise ValueError("a text needs the tokenizer that was saved with the checkpoint, got None")
+    if model is None:
+        model = None if memory.maker is None else memory.maker()
+    if model is None and messages is not None:
+        name = f"; it is {memory.model_id}" if memory.model_id else ""
+        raise ValueError(
+            "a memory holds no embeddings for text, and the compressor that made this one is not known here: "
+            f"name it, to_prompt_embeds(tokenizer, messages, model){name}"
+        )
+    embeds = served_slots(memory) if model is None else model.prompt_embeds(memory, tokenizer, messages)
+    if encoding is None:
+        return embeds
+    file = io.BytesIO()
+    # A copy: `torch.save` writes the whole storage that a slice is taken from.
+    torch.save(embeds.detach().cpu().contiguous().clone(), file)
+    return base64.b64encode(file.getvalue()).decode("ascii")
 
 
 # memory/memory_concatenation.py
@@ -3045,55 +2910,6 @@ def _common_ratio(memories: Sequence[Memory], num_tokens: Tensor, num_slots: Ten
     return ((num_tokens + num_slots - 1) // num_slots).clamp(min=1)
 
 
-# memory/served_memory.py
-
-def check_served_form(carrier: str, position_layout: str) -> None:
-    """Raise `ValueError` if a server of the decoder alone cannot read memories of this form; it says why."""
-    if carrier != "embeddings":
-        raise ValueError(
-            "servers take embeddings only, and memories of this kind are keys and values of every layer: their own "
-            "compressor alone can read them"
-        )
-    if position_layout == "enhanced":
-        raise ValueError(
-            "servers number embeddings 0, 1, 2, ..., and under the position layout 'enhanced' slots stand where their "
-            "tokens stood: only contiguous positions can be served"
-        )
-
-
-def served_slots(memory: Any) -> Tensor:
-    """The slots of a memory of one row, `(num_slots, hidden_size)`, for a server of the decoder alone."""
-    if memory.batch_size != 1:
-        raise ValueError(f"a prompt has one memory, this one has {memory.batch_size} rows: choose with `rows`")
-    check_served_form(memory.carrier, memory.position_layout)
-    memory = memory.dequantize() if memory.quantization else memory
-    check_memory_fields(memory, finite=True)
-    return memory.embeddings[0, memory.attention_mask[0].bool()]
-
-
-def prompt_of(memory: Any, tokenizer: Any, messages: Any, model: Any, encoding: str | None) -> Tensor | str:
-    """See `CompressedContext.to_prompt_embeds`."""
-    if encoding not in (None, "base64"):
-        raise ValueError(f"encoding must be None or 'base64', got {encoding!r}")
-    if messages is not None and tokenizer is None:
-        raise ValueError("a text needs the tokenizer that was saved with the checkpoint, got None")
-    if model is None:
-        model = None if memory.maker is None else memory.maker()
-    if model is None and messages is not None:
-        name = f"; it is {memory.model_id}" if memory.model_id else ""
-        raise ValueError(
-            "a memory holds no embeddings for text, and the compressor that made this one is not known here: "
-            f"name it, to_prompt_embeds(tokenizer, messages, model){name}"
-        )
-    embeds = served_slots(memory) if model is None else model.prompt_embeds(memory, tokenizer, messages)
-    if encoding is None:
-        return embeds
-    file = io.BytesIO()
-    # A copy: `torch.save` writes the whole storage that a slice is taken from.
-    torch.save(embeds.detach().cpu().contiguous().clone(), file)
-    return base64.b64encode(file.getvalue()).decode("ascii")
-
-
 # checkpoint/checkpoints.py
 
 def load_checkpoint(
@@ -3117,7 +2933,7 @@ def load_checkpoint(
         model, info = load_light(model_class, load, name, config, places, keywords)
     else:
         if base_model is not None or encoder_base_model is not None:
-            logger_of_base_weights.warning(f"{name} holds all its weights: the base model that was given is not used")
+            logger.warning(f"{name} holds all its weights: the base model that was given is not used")
         model, info = load(name, *arguments, output_loading_info=True, **keywords)
         if name is not None:
             variant = keywords.get("variant")
@@ -3552,8 +3368,6 @@ class Chunks:
     lengths: list[int]
     chunks_per_row: int
     inputs_embeds: Tensor | None = None
-    selected_ratios: Tensor | None = None
-    log_ratios: Tensor | None = None
 
     def take(self, rows: Sequence[int]) -> Chunks:
         """Some of the chunks, which are then not those of whole contexts, without columns of pads alone."""
@@ -3627,19 +3441,18 @@ def gathering_order(rows: Sequence[int], num_chunks: int) -> list[int]:
     return [places.get(chunk, len(rows)) for chunk in range(num_chunks)]
 
 
-def gathered(parts: Sequence[Any], order: Sequence[int], fill: float = 0) -> Any:
+def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
     """What groups of chunks have, in the order of all chunks."""
     first = parts[0]
     if not isinstance(first, Tensor):
         layers = [zip(*of_layer, strict=True) for of_layer in zip(*parts, strict=True)]
-        return tuple(tuple(gathered(states, order, fill) for states in of_layer) for of_layer in layers)
+        return tuple(tuple(gathered(states, order) for states in of_layer) for of_layer in layers)
     # Slots stand last but one, in embeddings as in keys and values; groups have unlike numbers of them.
-    if first.dim() > 1:
-        width = max(part.shape[-2] for part in parts)
-        parts = [torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]
+    width = max(part.shape[-2] for part in parts)
+    parts = [torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]
     num_read = sum(len(part) for part in parts)
     if num_read in order:
-        parts = [*parts, parts[0].new_full((1, *parts[0].shape[1:]), fill)]
+        parts = [*parts, parts[0].new_zeros((1, *parts[0].shape[1:]))]
     joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
     if list(order) == list(range(len(joined))):
         return joined
@@ -3697,29 +3510,11 @@ def memory_position_ids(slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]
     """Positions of the slots in the decoder (EPL, Tables 2, 3 and 13 to 15)."""
     if carrier == "embeddings" and layout != "enhanced":
         return (slot_mask.cumsum(dim=1) - 1).clamp(min=0) * slot_mask
-    ids = torch.zeros_like(slot_mask)
-    for row in range(len(slot_mask)):
-        span = slice(row * chunks.chunks_per_row, (row + 1) * chunks.chunks_per_row)
-        spread = (chunks.lengths[span], counts[span], 0, layout, carrier, "continuation")
-        memory_ids, _ = decoder_position_ids(*spread, device=ids.device)
-        ids[row, : len(memory_ids)] = memory_ids
-    return ids
-
-
-def row_ratios(chunk_ratios: Tensor, lengths: Sequence[int], counts: Sequence[int], chunks_per_row: int) -> Tensor:
-    """The ratio of each context, of whose chunks each has its own: as of memories of the chunks that are joined."""
-    if chunks_per_row == 1:
-        return chunk_ratios
-    chunks = list(zip(chunk_ratios.tolist(), lengths, counts, strict=True))
-    found = []
-    for start in range(0, len(chunks), chunks_per_row):
-        row = chunks[start : start + chunks_per_row]
-        # Behind a context's own chunks stand empty ones, up to those of the longest.
-        own = [chunk for chunk in row if chunk[1]] or row[:1]
-        distinct = {ratio for ratio, _, _ in own}
-        num_tokens, num_slots = sum(length for _, length, _ in own), sum(count for _, _, count in own)
-        found.append(distinct.pop() if len(distinct) == 1 else -(-num_tokens // num_slots))
-    return torch.tensor(found, device=chunk_ratios.device)
+    device = slot_mask.device
+    lengths, of_chunks = torch.tensor(chunks.lengths, device=device), torch.tensor(counts, device=device)
+    ids = encoder_memory_ids(lengths, of_chunks, chunks.starts, layout, max(counts))
+    joined: Any = join(ids[:, :, None], counts, chunks.chunks_per_row)[0]
+    return joined[:, :, 0] * slot_mask
 
 
 # compressor/context_compression_qa.py
@@ -3862,7 +3657,7 @@ class ContextCompressionQAPipeline(Pipeline):
             return
         most = max(sum(math.ceil(len(passage) / size) for passage in passages) for passages in documents)
         if most > measured:
-            logger_of_base_weights.warning_once(
+            logger.warning_once(
                 f"a document has {most} chunks of {size} tokens, and this checkpoint was measured on {measured} at "
                 "most: answers may be worse; find the passages that matter first, and give only those"
             )
@@ -4528,27 +4323,16 @@ def check_no_new_pads(mask: Tensor, num_new: int) -> None:
         )
 
 
-def check_ratios(
-    ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool, selects: bool = False
-) -> list[Any]:
-    """Ratios as ints or LongTensors `(batch_size,)`, or "auto"; `None` becomes the first trained one."""
+def check_ratios(ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> list[Any]:
+    """Ratios as ints or LongTensors `(batch_size,)`; `None` becomes the first trained one."""
     if not ratios:
         raise ValueError(f"`ratio` is an empty list; the checkpoint has the ratios {sorted(trained)}")
-    return [_check_ratio_of_validation(ratio, trained, input_ids, allow_untrained, selects) for ratio in ratios]
+    return [_check_ratio_of_validation(ratio, trained, input_ids, allow_untrained) for ratio in ratios]
 
 
-def _check_ratio_of_validation(
-    ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_untrained: bool, selects: bool
-) -> int | Tensor | str:
+def _check_ratio_of_validation(ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> int | Tensor:
     if ratio is None:
         return trained[0]
-    if isinstance(ratio, str) and ratio == "auto":
-        if not selects:
-            raise ValueError(
-                "`ratio` is 'auto', but the checkpoint has no ratio selector (`ratio_selector` of its configuration): "
-                f"give one of {sorted(trained)}"
-            )
-        return ratio
     if isinstance(ratio, Tensor) and ratio.dim():
         if tuple(ratio.shape) != (input_ids.shape[0],):
             raise ValueError(
@@ -4560,7 +4344,10 @@ def _check_ratio_of_validation(
     else:
         ratio = ratio.item() if isinstance(ratio, Tensor) else ratio
         if not isinstance(ratio, int):
-            raise TypeError(f"`ratio` must be an int, a LongTensor, 'auto' or a list of these, got {ratio!r}")
+            raise TypeError(
+                "`ratio` must be an int, a LongTensor or a list of ints ('auto' needs a checkpoint with a ratio "
+                f"selector), got {ratio!r}"
+            )
         values = {ratio}
     for value in sorted(values):
         if not 1 <= value <= max(_MAX_RATIO, *trained):
@@ -4698,7 +4485,7 @@ def warn_about_positions(
     if int(offset.max()) + num_text_tokens > limit:
         # Under the enhanced layout no ratio moves a text.
         otherwise = "give less text" if memory.position_layout == "enhanced" else "take a higher ratio"
-        logger_of_base_weights.warning_once(
+        logger.warning_once(
             f"slots and text need more positions than the {limit} of the decoder (max_position_embeddings), and it "
             f"may not read what lies behind them: {otherwise}, or join fewer memories"
         )
@@ -5070,7 +4857,7 @@ class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
             remember_base(self, None)
             is_one_model = config.shared_adapter and config.decoder_adapter is None
             if config.has_encoder and backbone.encoder_model is None and not is_one_model:
-                logger_of_base_weights.warning("merge_adapters: encoder and decoder become two copies of the base, twice the memory")
+                logger.warning("merge_adapters: encoder and decoder become two copies of the base, twice the memory")
                 backbone.encoder_model = copy.deepcopy(backbone.language_model)
                 config.encoder_config = copy.deepcopy(config.decoder_config)
             if backbone.encoder_model is not None:
@@ -5118,7 +4905,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         has_none = len(args) < 5 and kwargs.get("memory") is None and kwargs.get("context_input_ids") is None
         if trains and has_none and self.warns_of_no_context and not self.config.is_encoder_decoder:
-            logger_of_base_weights.warning_once(
+            logger.warning_once(
                 "training without a context: rows bring no `context_input_ids` and no `memory`, so that nothing is "
                 "compressed and the language model reads the text alone; see `CompressionCollator`"
             )
@@ -5214,7 +5001,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
     ) -> list[CompressedContext]:
         """Memories without a name, of contexts that [`check_together`] has seen; no more waits for the device."""
         config, ids = self.config, context.input_ids
-        ratios = check_ratios(ratios, config.compression_ratios, ids, allow_untrained_ratio, config.selects_ratios)
+        ratios = check_ratios(ratios, config.compression_ratios, ids, allow_untrained_ratio)
         chunks = self.chunks_of(context)
         chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
         encoded: Sequence[Slots]
@@ -5222,16 +5009,12 @@ class CompressorBackbone(CompressorPreTrainedModel):
             encoded = self.encode_chunks(chunks, chunk_ratios, **beside)
         else:
             encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
-            chunks.selected_ratios = torch.full((len(chunks.lengths),), config.default_ratio, device=ids.device)
         memories: list[CompressedContext] = []
         for ratio, chunk_ratio, slots in zip(ratios, chunk_ratios, encoded, strict=True):
-            own_ratio: Any = chunks.selected_ratios if isinstance(ratio, str) else chunk_ratio
-            counts = self.kept_slots(chunks, own_ratio)
+            counts = self.kept_slots(chunks, chunk_ratio)
             if config.markers_per_chunk and isinstance(slots, Tensor) and max(counts):
                 around = self.marker_embeddings.split([config.slot_markers[side] for side in ("before", "after")])
                 slots, counts = with_markers(slots, counts, *around)
-            if isinstance(ratio, str):
-                ratio = row_ratios(own_ratio, chunks.lengths, counts, chunks.chunks_per_row)
             fields, slot_mask = self.joined_slots(slots, counts, chunks.chunks_per_row)
             is_key_values = config.carrier == "key_values"
             memory = CompressedContext(
@@ -5262,18 +5045,13 @@ class CompressorBackbone(CompressorPreTrainedModel):
         groups = length_batches(lengths, None, most_tokens, math.inf if is_one_pass else _MOST_PADDING_of_backbone)
         if len(groups) == 1 and (chunks.chunks_per_row == 1 or len(rows) == len(chunks.lengths)):
             return self.slots_of(chunks, ratios, **beside)
-        of_groups, found = [], []
+        found = []
         for group in groups:
             some = [rows[place] for place in group]
             part, index = chunks.take(some), torch.tensor(some, device=chunks.starts.device)
             own = [ratio[index] if isinstance(ratio, Tensor) else ratio for ratio in ratios]
             found.append(self.slots_of(part, own, **beside))
-            of_groups.append(part)
         order = gathering_order([rows[place] for group in groups for place in group], len(chunks.lengths))
-        for name, fill in (("selected_ratios", self.config.default_ratio), ("log_ratios", torch.nan)):
-            parts = [getattr(part, name) for part in of_groups]
-            if parts[0] is not None:
-                setattr(chunks, name, gathered(parts, order, fill))
         return [gathered(slots, order) for slots in zip(*found, strict=True)]
 
     def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
@@ -5342,8 +5120,7 @@ def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> lis
 
 
 class CompressorHead(CompressorPreTrainedModel):
-    r"""
-    A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
+    """A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
 
     model_class: type[CompressorBackbone]
 
@@ -5412,7 +5189,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         dtype = torch.get_default_dtype()
         for part in (config.decoder_config, config.encoder_config):
             if part is not None and part.model_type not in self.checked_architectures:
-                logger_of_base_weights.warning_once(
+                logger.warning_once(
                     f"{part.model_type!r} is not among the architectures that compressors are tested on, "
                     f"{list(self.checked_architectures)}: it may ignore a bidirectional mask, or place slots wrongly"
                 )
@@ -5504,9 +5281,8 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         slots = self.encode(chunks, ratios, **beside)
         if not self.config.embedding_residual:
             return slots
-        chosen = [chunks.selected_ratios if isinstance(ratio, str) else ratio for ratio in ratios]
         embeddings = self._embed_text(chunks.input_ids).float()
-        return [self._with_residual(*pair, embeddings, chunks) for pair in zip(slots, chosen, strict=True)]
+        return [self._with_residual(*pair, embeddings, chunks) for pair in zip(slots, ratios, strict=True)]
 
     def _with_residual(self, slots: Any, ratio: Any, embeddings: Tensor, chunks: Chunks) -> Tensor:
         """z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), W = 0 at the start."""

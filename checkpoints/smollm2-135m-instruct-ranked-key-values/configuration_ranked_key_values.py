@@ -5,20 +5,23 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, CONFIG_MAPPING, PreTrainedConfig
-from transformers.utils import logging
 
 
 # configuration/layer_shape.py
 
 # Families whose feed-forward part has no gate.
 _UNGATED = ("bert", "roberta", "xlm-roberta", "mpnet", "gpt_neox", "opt")
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """The most positions of a language model; `None` where its configuration names no limit."""
+    return getattr(config, "max_position_embeddings", None)
 
 
 @dataclass(frozen=True)
@@ -107,15 +110,6 @@ class LayerShape:
         return keys_and_values + 2 * length * projection + scores
 
 
-def check_at_least(least: int, **values: int) -> None:
-    """Raise a `TypeError` for what is no int, and a `ValueError` for an int below `least`, by its name."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
 def stack_flops(config: PreTrainedConfig, length: int, num_layers: int | None = None) -> int:
     """Operations of a stack of layers over `length` tokens at once: F^Encoder and F^LSA of equation 11.
 
@@ -136,45 +130,25 @@ def linear_flops(num_vectors: int, in_features: int, out_features: int) -> int:
 
 # configuration/versions.py
 
-logger = logging.get_logger(__name__)
 # That of the package; a checkpoint's own code cannot ask the package.
 CODE_VERSION = "0.1.0"
 # Grows when a field changes its name or its meaning, not when one with a default value joins.
 CONFIG_SCHEMA = 2
 
 
-def as_numbers(version: str) -> tuple[int, ...]:
-    """The first three numbers of a version, for comparing: "0.10.1.dev2" gives (0, 10, 1)."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-
-
-def check_versions(fields: dict[str, Any]) -> None:
-    """Check that this code reads a stored configuration.
-
-    A warning is given when newer code wrote it: fields of the same schema mean the same, but a field that has joined
-    since is not known here.
+def check_schema(fields: dict[str, Any]) -> None:
+    """Raise a `ValueError` unless this code reads a stored configuration.
 
     Args:
         fields: the content of `config.json`.
-
-    Raises:
-        ValueError: the schema is not this code's.
     """
-    schema = fields.get("config_schema", 0)
-    written_by = fields.get("code_version", "an unknown version")
-    if not isinstance(schema, int) or isinstance(schema, bool) or schema < 0:
-        raise ValueError(f"`config_schema` must be an int of at least 0, got {schema!r}")
+    schema, written_by = fields.get("config_schema", 0), fields.get("code_version", "an unknown version")
     if schema != CONFIG_SCHEMA:
         other = "a newer" if schema > CONFIG_SCHEMA else "an older"
         raise ValueError(
             f"this configuration has schema {schema} (context-compressors {written_by}), and {CODE_VERSION} reads "
             f"{CONFIG_SCHEMA}: install {other} context-compressors, or load the checkpoint with the code beside "
             "it, by trust_remote_code=True in a process that does not import this package"
-        )
-    if as_numbers(fields.get("code_version", "")) > as_numbers(CODE_VERSION):
-        logger.warning(
-            f"the checkpoint was written by context-compressors {written_by}, and this is {CODE_VERSION}, which may "
-            "not know all of its fields: install a newer context-compressors"
         )
 
 
@@ -218,18 +192,25 @@ def one_of(field: str, value: Any, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def boolean(field: str, value: Any) -> bool:
-    """Return `value` if it is a bool, else raise a `ValueError` that names the field."""
-    if not isinstance(value, bool):
-        raise ValueError(f"`{field}` must be True or False, got {value!r}")
+def int_between(field: str, value: Any, least: int, most: int | None = None) -> int:
+    """Return `value` if it is an int within limits, else raise a `ValueError` that names the field."""
+    if not isinstance(value, int) or value < least or (most is not None and value > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"`{field}` must be an int {limits}, got {value!r}")
     return value
 
 
-def int_between(field: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return `value` if it is an int within limits, else raise a `ValueError` that names the field."""
-    if not _is_int(value) or value < least or (most is not None and value > most):
-        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"`{field}` must be an int {limits}, got {value!r}")
+def check_left_out(config: PreTrainedConfig, fields: Iterable[str], reason: str) -> None:
+    """Raise a `ValueError` that names the first of some fields of a configuration that has a value."""
+    for field in fields:
+        if value := getattr(config, field):
+            raise ValueError(f"`{field}` must be left out: {reason}, got {value}")
+
+
+def positive_int_or_none(field: str, value: Any) -> int | None:
+    """Return `value` if it is `None` or an int of at least 1, else raise a `ValueError` that names the field."""
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise ValueError(f"`{field}` must be an int of at least 1 or None, got {value!r}")
     return value
 
 
@@ -238,41 +219,17 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def positive_int_or_none(field: str, value: Any) -> int | None:
-    if value is not None and (not _is_int(value) or value < 1):
-        raise ValueError(f"`{field}` must be an int of at least 1 or None, got {value!r}")
-    return value
-
-
-def token_id_list(field: str, value: Any) -> list[int]:
-    if not isinstance(value, (list, tuple)) or not all(_is_int(token_id) and token_id >= 0 for token_id in value):
-        raise ValueError(f"`{field}` must be a list of token ids of at least 0, got {value!r}")
-    return list(value)
-
-
 def ratio_tuple(value: Any) -> tuple[int, ...]:
+    """Return one or more different ratios as a tuple, else raise a `ValueError`."""
     ratios = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    if not ratios or not all(_is_int(ratio) and ratio >= 1 for ratio in ratios) or len(set(ratios)) != len(ratios):
+    are_ints = all(isinstance(ratio, int) and not isinstance(ratio, bool) and ratio >= 1 for ratio in ratios)
+    if not ratios or not are_ints or len(set(ratios)) != len(ratios):
         raise ValueError(f"`compression_ratios` must be one or more different ints of at least 1, got {value!r}")
     return ratios
 
 
-def base_entries(field: str, value: Any) -> dict[str, dict[str, Any]] | None:
-    """Return a light checkpoint's record of its bases, or `None`, else raise a `ValueError` that names the field."""
-    if value is None:
-        return None
-    needed = ("repo_id", "revision", "weights", "samples", "dtype")
-    is_mapping = isinstance(value, dict) and value.keys() <= {"decoder", "encoder"}
-    if not is_mapping or not all(isinstance(entry, dict) and entry.keys() >= set(needed) for entry in value.values()):
-        raise ValueError(f"`{field}` must be None, or of decoder and encoder dicts with {list(needed)}, got {value!r}")
-    return value
-
-
 def language_model_config(field: str, value: Any) -> PreTrainedConfig:
+    """Return a language model's configuration, which may come as a dict with `model_type`."""
     if isinstance(value, PreTrainedConfig):
         return value
     if not isinstance(value, dict) or "model_type" not in value:
@@ -283,71 +240,39 @@ def language_model_config(field: str, value: Any) -> PreTrainedConfig:
     return CONFIG_MAPPING[model_type](**fields)
 
 
-def marker_counts(value: Any) -> dict[str, int]:
-    """How many learned vectors stand on each side of a chunk's slots."""
-    value = {} if value is None else value
-    counts = value.values() if isinstance(value, dict) else ()
-    known = isinstance(value, dict) and set(value) <= {"before", "after"}
-    if not known or not all(_is_int(count) and count >= 0 for count in counts):
-        raise ValueError(f"`slot_markers` must map 'before' and 'after' to ints of at least 0, got {value!r}")
-    return {"before": 0, "after": 0, **value}
-
-
 def lora_or(value: Any, default: dict[str, Any] | None) -> dict[str, Any] | None:
     """A method's own adapter where the value is "default"."""
     return default if value == "default" else value
 
 
 def lora_settings(field: str, value: Any) -> dict[str, Any] | None:
+    """Return an adapter's settings with the defaults of those that are left out, or `None` for no adapter."""
     if value is None:
         return None
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not value.keys() <= _LORA_DEFAULTS.keys():
         raise ValueError(f"`{field}` must be a dict with the keys {sorted(_LORA_DEFAULTS)} or None, got {value!r}")
-    unknown = sorted(set(value) - set(_LORA_DEFAULTS))
-    if unknown:
-        raise ValueError(f"`{field}` has unknown keys {unknown}; allowed are {sorted(_LORA_DEFAULTS)}")
     lora = {**_LORA_DEFAULTS, **value}
-    if not _is_int(lora["rank"]) or lora["rank"] < 1:
-        raise ValueError(f"`{field}['rank']` must be an int of at least 1, got {lora['rank']!r}")
+    int_between(f"{field}['rank']", lora["rank"], 1)
     targets = lora["target_modules"]
-    names = isinstance(targets, (list, tuple)) and targets and all(isinstance(name, str) and name for name in targets)
-    if targets != "all-linear" and not names:
-        raise ValueError(
-            f"`{field}['target_modules']` must be 'all-linear' or a list of module names, got {targets!r}"
-        )
-    lora["target_modules"] = "all-linear" if targets == "all-linear" else list(targets)
+    if targets != "all-linear":
+        if isinstance(targets, str) or not targets:
+            raise ValueError(
+                f"`{field}['target_modules']` must be 'all-linear' or a list of module names, got {targets!r}"
+            )
+        lora["target_modules"] = list(targets)
     return lora
 
 
-def pattern_list(value: Any) -> list[str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(pattern, str) for pattern in value):
-        raise ValueError(
-            f"`trainable_parameters` must be a list of regular expressions, at least one, or None, got {value!r}"
-        )
-    return list(value)
-
-
-def text(field: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"`{field}` must be a text, got {value!r}")
-    return value
-
-
-def prompt_map(value: Any) -> dict[str, str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
-        raise ValueError(f"`prompts` must map tasks to texts or be None, got {value!r}")
-    for task, prompt in value.items():
+def prompt_map(value: dict[str, str] | None) -> dict[str, str] | None:
+    """Return prompts by task; that of questions holds `{question}` once, and no other does."""
+    for task, prompt in (value or {}).items():
         check_choice("task of `prompts`:", task, PROMPTED_TASKS)
         if prompt.count("{question}") != (task == "question_answering"):
             raise ValueError(
                 f"`prompts` must hold {{question}} once in 'question_answering' and nowhere else, got {task!r}: "
                 f"{prompt!r}"
             )
-    return dict(value)
+    return value if value is None else dict(value)
 
 
 # configuration/configuration_compressor.py
@@ -418,10 +343,6 @@ class CompressorConfig(PreTrainedConfig):
         trainable_parameters (sequence of `str`, *optional*):
             Regular expressions, searched in parameter names, that replace the method's own trainable set. The set is
             part of the checkpoint and is applied again when it is loaded.
-        restores_context_start (`bool`, defaults to `True`):
-            Whether a reconstruction behind its task token, [AE], starts with what the tokenizer puts in front of a
-            context, such as BOS. Under the enhanced layout its tokens then have the position ids that the encoder gave
-            them: [AE] 0, BOS 1, the first token of the text 2 (as in the code of EPL's authors).
         bos_before_text (`bool`, defaults to `True`):
             Whether a text behind slots starts with BOS where the method has no task token. Where it does not, a
             tokenizer that the compressor is trained with puts none in front of contexts either, and a text without a
@@ -465,6 +386,10 @@ class CompressorConfig(PreTrainedConfig):
     opens_context = False
     # Position of a context's first token under the uniform and enhanced layouts.
     first_context_position = 1
+    # Whether a reconstruction behind its task token, [AE], starts with what the tokenizer puts in front of a context,
+    # such as BOS. Under the enhanced layout its tokens then have the position ids that the encoder gave them: [AE] 0,
+    # BOS 1, the first token of the text 2 (as in the code of EPL's authors).
+    restores_context_start = True
     # Whether long contexts can be cut into chunks.
     has_chunks = True
     # The packaged prompts of texts that start with no task token and stand in no chat: their name, and their question.
@@ -490,7 +415,6 @@ class CompressorConfig(PreTrainedConfig):
         slot_markers: dict[str, int] | None = None,
         embedding_residual: bool = False,
         trainable_parameters: list[str] | tuple[str, ...] | None = None,
-        restores_context_start: bool = True,
         bos_before_text: bool = True,
         bos_before_slots: bool = False,
         slots_after_ids: list[int] | tuple[int, ...] = (),
@@ -516,28 +440,28 @@ class CompressorConfig(PreTrainedConfig):
         self.position_layout = one_of("position_layout", position_layout, POSITION_LAYOUTS)
         self.encoder_lora = lora_settings("encoder_lora", encoder_lora)
         self.decoder_lora = lora_settings("decoder_lora", decoder_lora)
-        self.shared_adapter = boolean("shared_adapter", shared_adapter)
-        self.slot_markers = marker_counts(slot_markers)
-        self.embedding_residual = boolean("embedding_residual", embedding_residual)
-        self.trainable_parameters = pattern_list(trainable_parameters)
-        self.restores_context_start = boolean("restores_context_start", restores_context_start)
-        self.bos_before_text = boolean("bos_before_text", bos_before_text)
-        self.bos_before_slots = boolean("bos_before_slots", bos_before_slots)
-        self.slots_after_ids = token_id_list("slots_after_ids", slots_after_ids)
+        self.shared_adapter = shared_adapter
+        self.slot_markers = {"before": 0, "after": 0, **(slot_markers or {})}
+        self.embedding_residual = embedding_residual
+        if isinstance(trainable_parameters, str):
+            trainable_parameters = [trainable_parameters]
+        self.trainable_parameters = None if trainable_parameters is None else list(trainable_parameters)
+        self.bos_before_text = bos_before_text
+        self.bos_before_slots = bos_before_slots
+        self.slots_after_ids = list(slots_after_ids)
         # Their embeddings stand in this order, which is that of a saved configuration.
         self.task_token_ids = dict(sorted((task_token_ids or {}).items()))
         self.prompts = prompt_map(prompts)
         self.prompt_format = one_of("prompt_format", prompt_format, PROMPT_FORMATS)
-        self.context_prefix = text("context_prefix", context_prefix)
-        self.use_cache = boolean("use_cache", use_cache)
+        self.context_prefix = context_prefix
+        self.use_cache = use_cache
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(self, name, kwargs.pop(name, getattr(self.decoder_config, name, None)))
         self.tie_word_embeddings = kwargs.pop(
             "tie_word_embeddings", bool(getattr(self.decoder_config, "tie_word_embeddings", False))
         )
         for name, default in _RECORD.items():
-            value = kwargs.pop(name, default)
-            setattr(self, name, base_entries(name, value) if name == "external_weights" else value)
+            setattr(self, name, kwargs.pop(name, default))
         super().__init__(**kwargs)
         self._check_parts()
         self.auto_map = self.default_auto_map()
@@ -572,8 +496,8 @@ class CompressorConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As `PreTrainedConfig.from_dict`, of configurations that [`check_versions`] lets pass."""
-        check_versions(config_dict)
+        """As `PreTrainedConfig.from_dict`; a `ValueError` for a configuration that this code does not read."""
+        check_schema(config_dict)
         return super().from_dict(config_dict, **kwargs)
 
     @classmethod
@@ -591,28 +515,6 @@ class CompressorConfig(PreTrainedConfig):
     def auto_classes(cls) -> dict[str, str]:
         """Every Auto class that loads a checkpoint of the method, with the class that it loads."""
         return cls.default_auto_map()
-
-    @classmethod
-    def for_base(
-        cls,
-        base: PreTrainedConfig,
-        ratios: Sequence[int],
-        *,
-        max_context_tokens: int | None = None,
-        encoder_depth: int | None = None,
-        **fields: Any,
-    ) -> Any:
-        """The method's defaults on a base.
-
-        Args:
-            base: configuration of a language model.
-            ratios: compression ratios.
-            max_context_tokens: longest context that is compressed as one chunk; the method's own chunks when `None`.
-            encoder_depth: layers of the base that encode, where these are not all of them; the method's own number
-                when `None`.
-            fields: further fields of the configuration.
-        """
-        return cls(decoder_config=base, compression_ratios=list(ratios), **fields)
 
     @classmethod
     def fields_of_encoder(
@@ -751,7 +653,7 @@ class CompressorConfig(PreTrainedConfig):
 
     @property
     def max_position_embeddings(self) -> int | None:
-        return getattr(self.decoder_config, "max_position_embeddings", None)
+        return max_positions(self.decoder_config)
 
     # --- how much a context costs, and how long it may be ---
 
@@ -763,7 +665,7 @@ class CompressorConfig(PreTrainedConfig):
     @property
     def encoder_limit(self) -> int | None:
         """Positions of the language model that reads whole chunks, which are then no longer; `None` for no limit."""
-        return getattr(self.get_encoder_config(), "max_position_embeddings", None) if self.has_encoder else None
+        return max_positions(self.get_encoder_config()) if self.has_encoder else None
 
     @property
     def num_memory_tokens(self) -> int | None:
@@ -807,8 +709,6 @@ class CompressorConfig(PreTrainedConfig):
 
     def _chunks(self, num_context_tokens: int, ratio: int) -> list[tuple[int, int]]:
         """Lengths of a context's chunks, and how many there are of each."""
-        check_at_least(0, num_context_tokens=num_context_tokens)
-        check_at_least(1, ratio=ratio)
         size = self.chunk_size or max(1, num_context_tokens)
         full, rest = divmod(num_context_tokens, size)
         return [(length, times) for length, times in ((size, full), (rest, 1)) if length and times]
@@ -879,7 +779,7 @@ class RankedKeyValuesConfig(CompressorConfig):
         position_layout: str = "enhanced",
         **kwargs: Any,
     ):
-        self.opening_ids = token_id_list("opening_ids", opening_ids)
+        self.opening_ids = list(opening_ids)
         self.repeat_size = int_between("repeat_size", repeat_size, 16)
         has_adapter = encoder_lora is not None
         if shared_adapter not in (None, has_adapter):
@@ -894,12 +794,11 @@ class RankedKeyValuesConfig(CompressorConfig):
             position_layout=one_of("position_layout", position_layout, ("enhanced",)),
             **kwargs,
         )
-        for name in (*_LEFT_OUT, *(() if has_adapter else ("decoder_lora",))):
-            if value := getattr(self, name):
-                raise ValueError(
-                    f"`{name}` must be left out: the model that reads the text has read the context, before the text "
-                    f"was known, got {value}"
-                )
+        check_left_out(
+            self,
+            _LEFT_OUT if has_adapter else (*_LEFT_OUT, "decoder_lora"),
+            "the model that reads the text has read the context, before the text was known",
+        )
 
     def _fits(self, num_tokens: int, ratio: int) -> bool:
         """Chunks alone need positions in the base."""

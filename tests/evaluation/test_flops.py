@@ -18,7 +18,7 @@ from transformers import (
 
 from context_compressors import cli, modeling  # noqa: F401  (importing the models registers them)
 from context_compressors.configuration.layer_shape import LayerShape, layer_flops, stack_flops
-from context_compressors.configuration.methods import METHODS, config_class, methods_on
+from context_compressors.configuration.methods import METHODS, methods_on
 from context_compressors.evaluation.flops import (
     answering_flops,
     compression_flops,
@@ -26,7 +26,7 @@ from context_compressors.evaluation.flops import (
     full_context_flops,
     generation_flops,
 )
-from context_compressors.evaluation.model_shapes import named_config
+from context_compressors.evaluation.model_shapes import method_config, named_config
 from context_compressors.modeling.parts.cache_name import CACHE
 
 # Equations 9 and 10 by hand: parts at 3,253 tokens, and the whole layer at 1, 407, 814 and 3,253.
@@ -178,7 +178,7 @@ SETTINGS = [
 def test_compression_is_what_torch_counts(method: str, fields: dict):
     own = {name: llama(**value) for name, value in fields.items() if name == "encoder_config" and type(value) is dict}
     fields = fields | own
-    config = config_class(method).for_base(llama(), [4, 8], encoder_lora=None, **fields)
+    config = method_config(method, llama(), [4, 8], encoder_lora=None, **fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     ids = torch.full((1, 256), 3)
     # Chunks stand in one batch, so that a short last one costs as much as a full one.
@@ -217,7 +217,7 @@ def test_every_method_has_a_count():
     assert methods_on(bases[1]) == ("decal",)
     for base in bases:
         for method in methods_on(base):
-            assert config_class(method).for_base(base, (4,)).compression_flops(100, 4) > 0
+            assert method_config(method, base, (4,)).compression_flops(100, 4) > 0
     with pytest.raises(ValueError, match="no count of operations for 'llama'"):
         compression_flops(llama(), 100, 4)
 
