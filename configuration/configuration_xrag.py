@@ -17,8 +17,13 @@ logger = logging.get_logger(__name__)
 
 PASSAGE_READOUTS = ("last_token", "first_token", "mean")
 # How sentence-transformers calls them, in older files with `pooling_mode_` in front.
-_POOLING_MODES = {"lasttoken": "last_token", "cls": "first_token", "cls_token": "first_token"}
-_POOLING_MODES |= {"mean": "mean", "mean_tokens": "mean"}
+_POOLING_MODES = {
+    "lasttoken": "last_token",
+    "cls": "first_token",
+    "cls_token": "first_token",
+    "mean": "mean",
+    "mean_tokens": "mean",
+}
 _POOLING = "1_Pooling/config.json"
 # Families whose first position is the one behind the pad's id.
 _POSITIONS_BEHIND_PAD = (

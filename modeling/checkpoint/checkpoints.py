@@ -18,7 +18,6 @@ from transformers.utils import logging
 from ...configuration.versions import CODE_VERSION, CONFIG_SCHEMA
 from ..parts.lora import DECODER, OF_THE_DECODER, check_adapters, initialize_lora
 from .base_weights import DECODER_BASE, ENCODER_BASE, stored_weights
-from .checkpoint_card import write_first_card
 from .encoder_tokenizer import load_encoder_tokenizer
 from .light_checkpoints import (
     base_to_leave_out,
@@ -30,7 +29,7 @@ from .light_checkpoints import (
     without_quantizer,
 )
 from .peft_adapters import adapter_and_model
-from .remote_code import write_code
+from .remote_code import write_code_and_card
 
 logger = logging.get_logger(__name__)
 
@@ -163,8 +162,7 @@ def save_checkpoint(
             **arguments,
         )
     if is_main_process:
-        write_code(_written_class(model), type(model.config), save_directory)
-        write_first_card(model.config, save_directory)
+        write_code_and_card(_written_class(model), model.config, save_directory)
         if model.encoder_tokenizer is not None:
             model.encoder_tokenizer.save_pretrained(Path(save_directory) / model.config.encoder_tokenizer)
 

@@ -33,7 +33,7 @@ from .validation import TokenRows, check_context_length, check_ratios, check_tog
 logger = logging.get_logger(__name__)
 
 # Pads for each token of a pass.
-_MOST_PADDING = 0.2
+_MOST_PADDING_OF_CHUNKS = 0.2
 
 
 class CompressorBackbone(CompressorPreTrainedModel):
@@ -240,7 +240,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         # In training all activations are kept in any case.
         most_tokens = None if self.training or is_one_pass else self.tokens_at_once
         lengths = [chunks.lengths[row] for row in rows]
-        groups = length_batches(lengths, None, most_tokens, math.inf if is_one_pass else _MOST_PADDING)
+        groups = length_batches(lengths, None, most_tokens, math.inf if is_one_pass else _MOST_PADDING_OF_CHUNKS)
         if len(groups) == 1 and (chunks.chunks_per_row == 1 or len(rows) == len(chunks.lengths)):
             return self.slots_of(chunks, ratios, **beside)
         found = []

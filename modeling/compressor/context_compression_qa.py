@@ -383,7 +383,7 @@ class ContextCompressionQAPipeline(Pipeline):
         """Turn texts into token ids and files into memories."""
         self.check_max_tokens(max_tokens)
         name = "context" if inputs["memory"] is None else "memory"
-        sources, reads_one = _listed(name, inputs[name])
+        sources, reads_one = _as_list(name, inputs[name])
         if name == "memory":
             self.check_serves_memories("so that no memory is asked here: give the document, `context`")
         rows: list[Any] = [None]
@@ -413,14 +413,14 @@ class ContextCompressionQAPipeline(Pipeline):
         """Token ids of questions or conversations, behind a document's if these are given; and whether it was one."""
         config, tokenizer = self.model.config, self._question_tokenizer
         if messages is None:
-            questions, asks_one = _listed("question", question)
+            questions, asks_one = _as_list("question", question)
             check_texts("question", questions)
             if document is not None:
                 return [full_context_ids(config, tokenizer, document, text, prompt) for text in questions], asks_one
             return [question_ids(config, tokenizer, text, prompt) for text in questions], asks_one
         if prompt is not None:
             raise ValueError("`prompt` is what a `question` stands in: leave it out beside `messages`")
-        conversations, _ = _listed("messages", messages)
+        conversations, _ = _as_list("messages", messages)
         asks_one = isinstance(conversations[0], Mapping)
         if asks_one:
             conversations = [conversations]
@@ -566,7 +566,7 @@ def _check_documents(texts: Sequence[Any]) -> None:
     check_texts("context", [p for text in texts for p in (text if isinstance(text, (list, tuple)) else [text])])
 
 
-def _listed(name: str, value: Any) -> tuple[list[Any], bool]:
+def _as_list(name: str, value: Any) -> tuple[list[Any], bool]:
     """One thing or several as a list, and whether it was one."""
     if isinstance(value, (list, tuple)):
         if not value:

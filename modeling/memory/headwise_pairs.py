@@ -154,7 +154,7 @@ def coarser_memory(memory: Any, ratio: int) -> Any:
     is_nested = memory.coarsest_ratios is not None and not isinstance(memory.ratio, int)
     if not is_nested and bool((torch.as_tensor(memory.ratio) == ratio).all()):
         return memory
-    _check_ratio(memory, ratio)
+    _check_coarser_ratio(memory, ratio)
     # Slots of one chunk have one position.
     places = memory.position_ids
     chunks = (places.diff(dim=1, prepend=places[:, :1]) != 0).cumsum(dim=1)
@@ -179,7 +179,7 @@ def coarser_memory(memory: Any, ratio: int) -> Any:
     )
 
 
-def _check_ratio(memory: Any, ratio: int) -> None:
+def _check_coarser_ratio(memory: Any, ratio: int) -> None:
     finest = int(torch.as_tensor(memory.ratio).max()) if len(memory) else 1
     if memory.coarsest_ratios is None:
         raise ValueError(

@@ -13,7 +13,7 @@ from ...configuration.configuration_compressor import POSITION_LAYOUTS
 from .carriers import PAIR_FIELDS, carrier_tensors, scale_tensors
 from .memory_quantization import dtype_of_keys, num_blocks, quantization_of, width_of
 
-_INTEGER_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_ID_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def is_memory(value: Any) -> bool:
@@ -44,7 +44,7 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     shapes |= {name: shape for name, shape in optional.items() if getattr(memory, name) is not None}
     for name, shape in shapes.items():
         tensor = getattr(memory, name)
-        if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGER_DTYPES:
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _ID_DTYPES:
             raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} to fit the {memory.carrier}, got {tuple(tensor.shape)}")
