@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..data.document_ids import TrainingDocuments
 from ..data.prompts import default_prompts
 from ..data.task_tokens import task_start_ids
-from ..modeling.checkpoint.fingerprints import answer_settings_fingerprint, fingerprint
+from ..modeling.checkpoint.fingerprints import settings_fingerprint, weights_fingerprint
 from ..modeling.parts.base_precision import trained_base_weights
 from ..modeling.parts.prompting import context_opening
 from ..modeling.parts.text_ids import start_token_id, text_tokenizer
@@ -132,7 +132,7 @@ def evaluate_model(
             "device": model.device.type,
             **weights_and_configuration(model),
             "eos_token_id": model.generation_config.eos_token_id,
-            "teacher_weights": None if teacher is None else fingerprint(teacher),
+            "teacher_weights": None if teacher is None else weights_fingerprint(teacher, of_answers=True),
             "samples": {f"{data.name}, {task}": samples_digest(samples) for data, task, samples in work},
             "sources": {data.name: data.source for data, *_ in work if data.source},
             "left_out": builder.left_out,
@@ -175,8 +175,8 @@ def model_label(name: str) -> str:
 def weights_and_configuration(model: PreTrainedModel) -> dict[str, Any]:
     """Fingerprints of a model's weights and of what changes its answers."""
     return {
-        "weights": fingerprint(model, of_answers=True),
-        "configuration": answer_settings_fingerprint(model.config),
+        "weights": weights_fingerprint(model, of_answers=True),
+        "configuration": settings_fingerprint(model.config, of_answers=True),
     }
 
 

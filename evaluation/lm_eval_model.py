@@ -32,7 +32,7 @@ except ImportError as error:
 
 from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
 from ..configuration.nearest_names import nearest
-from ..modeling.checkpoint.fingerprints import fingerprint
+from ..modeling.checkpoint.fingerprints import weights_fingerprint
 from ..modeling.checkpoint.pretrained_bases import load_from_place, tokenizer_from_place
 from ..modeling.parts.chat_template import opening_ids
 from ..modeling.parts.prompting import context_opening, start_ids
@@ -195,7 +195,7 @@ class CompressorLM(TemplateLM):
         return {
             "model_num_parameters": self.model.num_parameters(),
             "model_dtype": str(self.model.dtype),
-            "model_fingerprint": fingerprint(self.model, of_answers=True),
+            "model_fingerprint": weights_fingerprint(self.model, of_answers=True),
             "ratio": None if self.document_field is None else (self.ratio or self.model.config.default_ratio),
             "document_field": self.document_field,
         }

@@ -21,7 +21,7 @@ from ..data.columns import is_list
 from ..data.prompts import format_prompt
 from ..data.rows import PassageText, check_texts, read_rows
 from ..data.sources import DataSource, parse_sources
-from ..modeling.checkpoint.fingerprints import fingerprint
+from ..modeling.checkpoint.fingerprints import weights_fingerprint
 from ..modeling.parts.text_ids import start_token_id, text_tokenizer
 from ..reporting.environment import environment
 from ..reporting.result_files import write_json
@@ -134,7 +134,7 @@ def _record(
         entry["licence"] = ", ".join(filter(None, licences))
     return {
         "teacher": name,
-        "teacher_weights": fingerprint(teacher),
+        "teacher_weights": weights_fingerprint(teacher, of_answers=True),
         "dtype": str(teacher.dtype),
         "task": task,
         "prompt": format_prompt(task, "{question}", path=settings.prompts),

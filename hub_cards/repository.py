@@ -170,8 +170,8 @@ def _base_folder(config: PreTrainedConfig, base_model: str | None, local_files_o
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    from ..modeling.checkpoint.base_cache import cached_base
     from ..modeling.checkpoint.checkpoint_card import is_hub_id
+    from ..modeling.checkpoint.pretrained_bases import cached_base
 
     name = base_model or config.base_model_name_or_path
     if name is not None and Path(name).is_dir():

@@ -131,6 +131,10 @@ class DeCALPreTrainedModel(CompressorPreTrainedModel):
 
     config_class = DeCALConfig
     base_auto_class = T5Base
+    trains_base = True
+    trains_in_float32 = False
+    _supports_flash_attn = False
+    _supports_flex_attn = False
     _no_split_modules = ["T5Block"]
     _keep_in_fp32_modules = ["wo"]
 

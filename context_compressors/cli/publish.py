@@ -136,7 +136,7 @@ context-compressors publish export-decoder my-compressor my-adapter --as lora
 def export_decoder(arguments: argparse.Namespace) -> None:
     """Run `context-compressors publish export-decoder`."""
     from ..modeling.checkpoint.pretrained_bases import tokenizer_from_place
-    from ..modeling.compressor.decoder_export import export_decoder, is_untouched_base
+    from ..modeling.compressor.serving import export_decoder, is_untouched_base
     from .loading import load_compressor
 
     name, output = arguments.checkpoint, arguments.output

@@ -16,9 +16,9 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreT
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file, extract_commit_hash, get_checkpoint_shard_files
 
-from .base_cache import cached_base
 from .fingerprints import all_weights, checksum, rounding, sample_text
 from .gguf_files import gguf_arguments
+from .pretrained_bases import cached_base
 
 logger = logging.get_logger(__name__)
 
@@ -153,15 +153,14 @@ class BaseRecord:
         return checksum(narrowed) == totals[dtype] and checksum(narrowed.to(tensor.dtype)) == checksum(tensor)
 
 
-def remember_base(model: nn.Module, record: BaseRecord | None) -> None:
+def remember_base(model: PreTrainedModel, record: BaseRecord | None) -> None:
     """Keep a record with a model, or forget the one that it has."""
-    backbone = getattr(model, "model", model)
-    backbone.__dict__[_RECORD] = record
+    model.base_model.__dict__[_RECORD] = record
 
 
-def base_record(model: nn.Module) -> BaseRecord | None:
+def base_record(model: PreTrainedModel) -> BaseRecord | None:
     """The record that is kept with a model, or with the model that it is the backbone of."""
-    return getattr(model, "model", model).__dict__.get(_RECORD)
+    return model.base_model.__dict__.get(_RECORD)
 
 
 def stored_weights(name: str | os.PathLike, variant: str | None = None, **download: Any) -> dict[str, Tensor]:
@@ -218,7 +217,7 @@ def load_bases(
                 f"loaded: download it, where a network is, with {fetching}, which keeps it on this machine, let the "
                 f"Hub be reached, or {advice} ({error})"
             ) from error
-        _check_base(model, place, wanted, entry, shown)
+        _check_same_base(model, place, wanted, entry, shown)
         found[base] = base_tensors(model)
     return found
 
@@ -234,7 +233,7 @@ def load_base(
     return AutoModel.from_pretrained(place, config=wanted, dtype="auto", **loading)
 
 
-def _check_base(
+def _check_same_base(
     model: PreTrainedModel,
     place: str | os.PathLike,
     wanted: PreTrainedConfig,
@@ -301,27 +300,6 @@ def merge(
             of_the_base.add(name)
     of_the_base |= {name for name, other in tied.items() if other in of_the_base}
     return {**merged, **own}, of_the_base
-
-
-def check_base(language_model: PreTrainedModel) -> None:
-    """Refuse a base that a compressor cannot hold whole: what it lacked would silently change its output."""
-    name = type(language_model).__name__
-    devices = {str(tensor.device) for tensor in language_model.state_dict().values()}
-    if len(devices) > 1 or "meta" in devices:
-        raise ValueError(
-            f"`from_base` needs the whole base on one device, `device_map` put it on {sorted(devices)} (meta is "
-            "offloaded); save the compressor and load it with `from_pretrained(..., device_map=...)` instead"
-        )
-    if getattr(language_model, "hf_quantizer", None) is not None:
-        raise ValueError(
-            "the base is quantized: start from the unquantized one, save the compressor, and quantize it with "
-            "`from_pretrained(..., quantization_config=...)`"
-        )
-    if getattr(language_model.get_output_embeddings(), "bias", None) is not None:
-        raise ValueError(f"the LM head of {name} has a bias, which compressors do not support")
-    for field in ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_soft_cap"):
-        if getattr(language_model.config, field, None) not in (None, 1, 1.0):
-            raise ValueError(f"{name} scales or caps its logits (`{field}`), which compressors do not support")
 
 
 def share_weights(target: PreTrainedModel, source: nn.Module, copied: bool = False) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving a compressor as a folder that loads anywhere, loading it, and uploading it."""
+"""Loading a compressor's checkpoint, saving one that loads anywhere, and uploading it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from ...configuration.versions import CODE_VERSION, CONFIG_SCHEMA
 from ..parts.lora import DECODER, OF_THE_DECODER, check_adapters, initialize_lora
-from .base_weights import DECODER_BASE, ENCODER_BASE, stored_weights
+from .base_weights import shown_name, stored_weights
 from .encoder_tokenizer import load_encoder_tokenizer
+from .fingerprints import checksum
 from .light_checkpoints import (
     base_to_leave_out,
     fetching_arguments,
     load_light,
     name_as_stored,
-    note_parent,
-    remember_start,
     without_quantizer,
 )
 from .peft_adapters import adapter_and_model
@@ -37,112 +36,109 @@ logger = logging.get_logger(__name__)
 def load_checkpoint(
     model_class: Any,
     load: Callable[..., Any],
-    name: str | os.PathLike | None,
-    base_model: str | os.PathLike | None,
-    encoder_base_model: str | os.PathLike | None,
+    name: str | os.PathLike,
+    places: dict[str, str | os.PathLike | None],
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> Any:
-    """A checkpoint's model; arguments, result and errors as `CompressorPreTrainedModel.from_pretrained`."""
+    """Load a checkpoint; result and errors as of `CompressorPreTrainedModel.from_pretrained`.
+
+    Args:
+        model_class: the compressor's class.
+        load: the library's `from_pretrained`.
+        name: Hub repository or folder of the checkpoint, or of a PEFT adapter on it.
+        places: where the bases of a light checkpoint are, if not where it says.
+        arguments, keywords: of the call.
+    """
     wants_info = keywords.pop("output_loading_info", False)
-    places = {DECODER_BASE: base_model, ENCODER_BASE: encoder_base_model}
-    adapter, adapter_name = None, keywords.pop("adapter_name", "default")
-    adapter_source: dict[str, Any] = {}
-    if name is not None:
-        adapter, name, adapter_source = adapter_and_model(name, keywords)
-    config = None if name is None else _stored_config(model_class, name, keywords)
-    if name is not None and config is not None and config.external_weights:
+    adapter_name = keywords.pop("adapter_name", "default")
+    adapter, name, adapter_source = adapter_and_model(name, keywords)
+    config = _stored_config(model_class, name, keywords)
+    if config.external_weights:
         model, info = load_light(model_class, load, name, config, places, keywords)
     else:
-        if base_model is not None or encoder_base_model is not None:
+        if any(place is not None for place in places.values()):
             logger.warning(f"{name} holds all its weights: the base model that was given is not used")
         model, info = load(name, *arguments, output_loading_info=True, **keywords)
-        if name is not None:
-            variant = keywords.get("variant")
-            # Other files than safetensors are not looked at.
-            with suppress(OSError):
-                name_as_stored(model, lambda: stored_weights(name, variant, **fetching_arguments(keywords)))
-    started = _started_adapter(model, name, keywords)
+        # Other files than safetensors are not looked at.
+        with suppress(OSError):
+            source = {"variant": keywords.get("variant"), **fetching_arguments(keywords)}
+            name_as_stored(model, lambda: stored_weights(name, **source))
     # The library names no adapters among the missing keys; those that it offloads have no place either.
     is_whole = getattr(model, "hf_device_map", None) is None
-    unplaced = {key for key, parameter in model.named_parameters() if is_whole and parameter.is_meta}
-    missing = sorted(unplaced.union(info["missing_keys"]) - started)
+    missing = {key for key, parameter in model.named_parameters() if is_whole and parameter.is_meta}
+    missing |= set(info["missing_keys"])
+    if isinstance(keywords.get("config"), PreTrainedConfig):
+        missing -= _started_adapter(model, missing)
     if missing:
         raise ValueError(
-            f"{name} lacks {len(missing)} weights of {model_class.__name__}, the first is {missing[0]!r}; it was "
+            f"{name} lacks {len(missing)} weights of {model_class.__name__}, the first is {min(missing)!r}; it was "
             "saved from another class or is incomplete"
         )
     model.apply_trainable_set()
-    if name is not None and model.config.encoder_tokenizer is not None:
+    if model.config.encoder_tokenizer is not None:
         model.encoder_tokenizer = load_encoder_tokenizer(name, model.config.encoder_tokenizer, keywords)
         model.base_model.take_from_tokenizer(model.encoder_tokenizer)
-    if name is not None:
-        remember_start(model, name)
+    # The folder may be gone when the model is saved.
+    sums = {key: checksum(parameter) for key, parameter in model.named_parameters() if parameter.requires_grad}
+    model.__dict__["_loaded_from"] = (shown_name(name), sums)
     if adapter is not None and not model._hf_peft_config_loaded:
         model.load_adapter(adapter, adapter_name, adapter_kwargs=adapter_source)
     return (model, info) if wants_info else model
 
 
-def _started_adapter(model: Any, name: str | os.PathLike | None, keywords: dict[str, Any]) -> set[str]:
-    """Start the decoder's adapter where the given configuration has one that the stored one has not.
+def _started_adapter(model: Any, missing: set[str]) -> set[str]:
+    """Give the decoder's adapter its start values where the caller's configuration has one and no file does.
 
     Returns:
-        the names of its weights, which no file has.
+        the names of its weights.
     """
-    wanted = model.config.decoder_adapter
-    if name is None or wanted is None or not isinstance(keywords.get("config"), PreTrainedConfig):
-        return set()
-    stored = type(model.config).from_pretrained(name, **fetching_arguments(keywords))
-    if stored.decoder_adapter is not None:
-        return set()
-    names = {key for key, _ in model.named_parameters() if OF_THE_DECODER.search(key)}
+    names = {key for key in missing if OF_THE_DECODER.search(key)}
     for key in names:
         path, _, own = key.rpartition(".")
         # The library leaves what it finds in no file without a place.
         empty = torch.empty_like(model.get_parameter(key), device=model.device, dtype=torch.float32)
         setattr(model.get_submodule(path), own, nn.Parameter(empty))
-    initialize_lora(model, (DECODER,))
+    if names:
+        initialize_lora(model, (DECODER,))
     return names
 
 
-def _stored_config(model_class: Any, name: str | os.PathLike, kwargs: dict[str, Any]) -> PreTrainedConfig:
-    given = kwargs.get("config")
-    if isinstance(given, PreTrainedConfig):
-        _check_model_type(model_class, name, given.model_type)
-        return given
-    # The library's `from_pretrained` would make this class's configuration of any other one's fields.
-    source = name if given is None else given
-    fields, rest = model_class.config_class.get_config_dict(source, **fetching_arguments(kwargs))
-    _check_model_type(model_class, name, fields.get("model_type"))
-    return model_class.config_class.from_dict(fields, **rest)
-
-
-def _check_model_type(model_class: Any, name: str | os.PathLike, found: str | None) -> None:
+def _stored_config(model_class: Any, name: str | os.PathLike, keywords: dict[str, Any]) -> PreTrainedConfig:
+    config, rest = keywords.get("config"), {}
+    if not isinstance(config, PreTrainedConfig):
+        # The library's `from_pretrained` would make this class's configuration of any other one's fields.
+        source = name if config is None else config
+        config, rest = model_class.config_class.get_config_dict(source, **fetching_arguments(keywords))
+    found = config.get("model_type") if isinstance(config, dict) else config.model_type
     own = model_class.config_class.model_type
     if found not in (None, own):
         raise ValueError(
             f"{name} is of the model type {found!r}, {model_class.__name__} loads {own!r}: a checkpoint loads with "
             "its own class or an Auto class, a base model with `from_base`"
         )
+    return model_class.config_class.from_dict(config, **rest) if isinstance(config, dict) else config
 
 
 def save_checkpoint(
     model: Any,
     save: Callable[..., None],
     save_directory: str | os.PathLike,
-    is_main_process: bool,
     state_dict: dict[str, torch.Tensor] | None,
     save_dtype: torch.dtype | str | None,
     include_base: bool | None,
     arguments: dict[str, Any],
 ) -> None:
     """Write a checkpoint's folder; arguments and errors as `CompressorPreTrainedModel.save_pretrained`."""
-    dtype = _storage_type(save_dtype)
-    refuse_links_out(save_directory, None if model.encoder_tokenizer is None else model.config.encoder_tokenizer)
+    dtype = getattr(torch, save_dtype, None) if isinstance(save_dtype, str) else save_dtype
+    if save_dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise ValueError(f"`save_dtype` must be a floating-point dtype or its name, got {save_dtype!r}")
     check_adapters(model)
     # A dictionary of its own: the library takes out what it has written.
     state = dict(model.state_dict() if state_dict is None else state_dict)
-    note_parent(model, state)
+    parent, sums = model.__dict__.get("_loaded_from", (None, {}))
+    if any(key in state and checksum(state[key]) != known for key, known in sums.items()):
+        model.config.parent_model_name_or_path = parent
     model.config.auto_map = model.auto_map()
     model.config.code_version, model.config.config_schema = CODE_VERSION, CONFIG_SCHEMA
     record = base_to_leave_out(model, include_base)
@@ -154,83 +150,39 @@ def save_checkpoint(
         # A tied weight stays one: two copies would both be stored.
         tied = model.all_tied_weights_keys.items()
         state |= {key: state[source] for key, source in tied if key in state and source in state}
+    is_changed = state_dict is not None or record is not None or dtype is not None
     with nullcontext() if record is None else without_quantizer(model):
-        save(
-            save_directory,
-            is_main_process=is_main_process,
-            state_dict=None if state_dict is None and record is None and dtype is None else state,
-            **arguments,
-        )
-    if is_main_process:
+        save(save_directory, state_dict=state if is_changed else None, **arguments)
+    if arguments.get("is_main_process", True):
         write_code_and_card(_written_class(model), model.config, save_directory)
         if model.encoder_tokenizer is not None:
             model.encoder_tokenizer.save_pretrained(Path(save_directory) / model.config.encoder_tokenizer)
 
 
-def refuse_links_out(folder: str | os.PathLike, subfolder: str | None = None) -> None:
-    """Refuse a folder with a link to a file outside of it, which saving would write through.
-
-    A snapshot in the cache of the Hub is made of such links: its files are shared by all revisions.
-
-    Raises:
-        ValueError: with the first such link.
-    """
-    folder = Path(folder)
-    files = [path for path in folder.glob("*") if not path.is_dir()]
-    files += [] if subfolder is None else [folder / subfolder, *(folder / subfolder).glob("*")]
-    for path in sorted(files):
-        # `Path.resolve` raises where a link leads to itself.
-        target = Path(os.path.realpath(path))
-        if not target.is_relative_to(os.path.realpath(folder)):
-            raise ValueError(f"{path} is a link out of the folder, and saving would write to {target}")
-
-
 def upload_checkpoint(
-    model: PreTrainedModel,
+    model: Any,
     repo_id: str,
+    token: str | bool | None,
+    private: bool | None,
+    revision: str | None,
     saving: dict[str, Any],
-    *,
-    commit_message: str | None = None,
-    commit_description: str | None = None,
-    private: bool | None = None,
-    token: str | bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    tags: list[str] | None = None,
+    commit: dict[str, Any],
 ) -> str:
-    """Save and upload; arguments and result as `CompressorPreTrainedModel.push_to_hub`, `saving` for saving."""
-    from huggingface_hub import HfApi, ModelCard
+    """Save and upload; arguments and result as `CompressorPreTrainedModel.push_to_hub`."""
+    from huggingface_hub import HfApi
 
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    if revision is not None and not create_pr:
+    if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, **saving)
-        card_path = Path(folder) / "README.md"
-        # The library's `push_to_hub` would put an empty template in its place.
-        if api.file_exists(repo_id, card_path.name, revision=revision):
-            card_path.unlink()
-        elif tags:
-            card = ModelCard.load(card_path)
-            card.data.tags = list(dict.fromkeys([*card.data.tags, *tags]))
-            card.save(card_path)
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            commit_message=commit_message or f"Upload {type(model).__name__}",
-            commit_description=commit_description,
-            revision=revision,
-            create_pr=create_pr,
+        # The library's `push_to_hub` would put an empty template in the place of either card.
+        kept = ["README.md"] if api.file_exists(repo_id, "README.md", revision=revision) else None
+        commit.setdefault("commit_message", f"Upload {type(model).__name__}")
+        return str(
+            api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, ignore_patterns=kept, **commit)
         )
-    return str(commit)
-
-
-def _storage_type(name: torch.dtype | str | None) -> torch.dtype | None:
-    dtype = getattr(torch, name, None) if isinstance(name, str) else name
-    if name is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise ValueError(f"`save_dtype` must be a floating-point dtype or its name, got {name!r}")
-    return dtype
 
 
 def _written_class(model: nn.Module) -> type:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code of a checkpoint that is loaded from such code: its files are copied. See `remote_code` for the package's."""
+"""The code of a model that was loaded from a checkpoint's code: its files are copied. See `remote_code`, too."""
 
 from __future__ import annotations
 

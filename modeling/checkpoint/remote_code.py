@@ -160,9 +160,10 @@ def _statement(node: ast.stmt, lines: list[str], offset: int) -> _Statement:
     if isinstance(node, _DEFINITIONS):
         names = {node.name}
     else:
-        loops = {id(name) for inner in ast.walk(node) if isinstance(inner, ast.comprehension) for name in ast.walk(inner)}
+        loops = [inner for inner in ast.walk(node) if isinstance(inner, ast.comprehension)]
+        counted = {id(name) for loop in loops for name in ast.walk(loop)}
         stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-        names = {name.id for name in stored if id(name) not in loops}
+        names = {name.id for name in stored if id(name) not in counted}
         names |= {inner.name for inner in ast.walk(node) if isinstance(inner, _DEFINITIONS)}
     return _Statement(node, "\n".join(kept).strip("\n"), names, reads)
 

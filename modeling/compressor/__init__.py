@@ -7,5 +7,5 @@ over it; `causal_lm` has the loss and `generate`. Where the decoder looks at slo
 `encoder_decoder_compressor` does all of that. `pretrained_compressor` takes, saves and loads weights.
 
 Several methods share `memory_token_compressor`, `key_value_selection` and `headwise_reading`. `context_compression_qa`
-goes from texts to answers; `serving` and `decoder_export` are for servers of the decoder alone.
+goes from texts to answers; `serving` is for servers of the decoder alone.
 """

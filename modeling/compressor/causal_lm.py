@@ -21,7 +21,6 @@ from ..parts.cache_name import CACHE, one_cache
 from ..parts.packing import left_padded
 from .backbone import CompressorHead
 from .modeling_compressor import CompressorModel
-from .pretrained_compressor import DecoderOnlyPreTrainedModel
 from .serving import decoder_language_model
 from .validation import (
     check_ids,
@@ -43,7 +42,7 @@ class _TaskTokensAsBOS(LogitsProcessorList):
         return super().__call__(input_ids.masked_fill(input_ids >= scores.shape[-1], self.stand_in), scores, **kwargs)
 
 
-class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, GenerationMixin):
+class CompressorForCausalLM(CompressorHead, GenerationMixin):
     r"""
     A compressor with the decoder's LM head: training loss and `generate`.
 

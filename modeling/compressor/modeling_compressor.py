@@ -37,7 +37,6 @@ from ..parts.packing import PackedSequence, pack, reads_falling_ids_as_packed, t
 from ..parts.pooling import mean_pool, window_sizes
 from .backbone import CompressorBackbone
 from .chunking import Chunks, Slots
-from .pretrained_compressor import DecoderOnlyPreTrainedModel
 from .validation import (
     TokenRows,
     check_cached_mask,
@@ -69,7 +68,7 @@ class _BaseAlone(threading.local):
         return type(self), ()
 
 
-class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
+class CompressorModel(CompressorBackbone):
     r"""
     Encoder, method parts and decoder backbone of a compressor; a method adds `encode` and its parts.
 

@@ -7,17 +7,17 @@ import copy
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, GenerationConfig, Pipeline, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import initialization as init
 from transformers.utils import logging
 
 from ...configuration.configuration_compressor import CompressorConfig
-from ..checkpoint.base_weights import own_modules, remember_base, share_weights
+from ..checkpoint.base_weights import DECODER_BASE, ENCODER_BASE, own_modules, remember_base, share_weights
 from ..checkpoint.checkpoints import load_checkpoint, save_checkpoint, upload_checkpoint
 from ..checkpoint.from_base import start_from_base
 from ..checkpoint.light_checkpoints import link_base
@@ -34,16 +34,18 @@ from ..parts.lora import (
     initialize_lora,
     merge_lora,
 )
-from .context_compression_qa import ContextCompressionQAPipeline
 from .serving import prompt_embeds
+
+if TYPE_CHECKING:
+    from .context_compression_qa import ContextCompressionQAPipeline
 
 logger = logging.get_logger(__name__)
 
 
 class CompressorPreTrainedModel(PreTrainedModel):
-    """A compressor's backbone, or a model that has one as `model`.
+    """A compressor's backbone, or a model that has one as `model`: start from a base, what trains, checkpoints.
 
-    A subclass says how it takes its weights from a base (`load_base_weights`), and whether all of the base trains.
+    The base stays in its own type, and what trains is float32. Subclasses whose base trains as a whole say so.
     """
 
     config_class: type[CompressorConfig] = CompressorConfig
@@ -52,11 +54,15 @@ class CompressorPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
     _supports_attention_backend = True
     # Loads what `from_base` starts from.
     base_auto_class: Any = AutoModelForCausalLM
-    # Whether all of the base trains, in its own type: checkpoints are then always whole.
-    trains_base = True
+    # Whether all of the base trains: checkpoints are then always whole.
+    trains_base = False
+    # Whether what trains is float32 whatever type the rest has.
+    trains_in_float32 = True
     # Makes the tokens of contexts, where the encoder reads others than the decoder; else `None`.
     encoder_tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -104,20 +110,57 @@ class CompressorPreTrainedModel(PreTrainedModel):
         """
         return start_from_base(cls, base, encoder, encoder_revision, hub_id, adapter, fields)
 
+    @torch.no_grad()
     def load_base_weights(self, base: PreTrainedModel, encoder: PreTrainedModel | None = None) -> None:
         """Take the tensors of a pretrained model (not copies of them), and give start values to everything else.
 
         Args:
             base: what `base_auto_class` loaded.
-            encoder: another model that encodes, where the method takes one.
+            encoder: another model that encodes, where the method takes one; without it an encoder with weights of its
+                own copies the base.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say which of a base's weights it takes")
+        backbone = self.base_model
+        source = base.base_model
+        device, dtype = base.device, base.dtype
+        backbone.take_base(source)
+        if backbone.encoder_model is not None:
+            share_weights(backbone.encoder_model, encoder or source, copied=encoder is None)
+        if self.get_output_embeddings() is not None:
+            self.get_output_embeddings().weight = base.get_output_embeddings().weight
+        # In the order of the modules: a seed must give the same start values in every process.
+        fresh: dict[str, None] = {}
+        for path, module in list(self.named_modules()):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.is_meta:
+                    setattr(
+                        module, name, nn.Parameter(torch.empty_like(parameter, device=device, dtype=torch.float32))
+                    )
+                    fresh[path] = None
+        for path in fresh:
+            if ".lora_" not in path:
+                # The backbone knows its own parts' start values.
+                backbone._init_weights(self.get_submodule(path))
+        initialize_lora(self)
+        self.tie_weights()
+        self.apply_trainable_set()
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        backbone.start_from_base()
+        self.config.dtype = dtype
+        self.generation_config = copy.deepcopy(getattr(base, "generation_config", None) or GenerationConfig())
 
     # Whether `take_from_tokenizer` takes anything.
     needs_encoder_tokenizer = False
 
     def take_from_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Take what the method needs to know of the tokenizer of an encoder of its own; by default nothing."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=getattr(self.config.decoder_config, "initializer_range", 0.02))
+            if module.bias is not None:
+                init.zeros_(module.bias)
 
     @staticmethod
     def _init_like_embeddings(parameter: nn.Parameter, backbone: PreTrainedModel) -> None:
@@ -142,6 +185,26 @@ class CompressorPreTrainedModel(PreTrainedModel):
     def post_init(self) -> None:
         super().post_init()
         self.apply_trainable_set()
+        if not self.trains_in_float32:
+            return
+        # What trains is loaded in float32 whatever type the rest is loaded in; the backbone names most of its parts.
+        names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+        names = [name for name in names if not self._keep_in_fp32_modules_strict & set(name.split("."))]
+        self._keep_in_fp32_modules_strict |= {f"^{re.escape(name)}$" for name in names}
+        if getattr(self.config, "quantization_config", None) is not None:
+            # The library's quantizers leave these as they are.
+            self._keep_in_fp32_modules |= {re.escape(path) for path in own_modules(self)}
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        model = super()._from_config(config, **kwargs)
+        if cls.trains_in_float32:
+            # As `from_pretrained` leaves them.
+            kept = set(model.base_model._keep_in_fp32_modules_strict)
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad or kept & set(name.split(".")):
+                    parameter.data = parameter.data.float()
+        return model
 
     def apply_trainable_set(self) -> None:
         """Let the parameters train that `config.trainable_parameters`, or else the method, names; freeze the rest.
@@ -167,6 +230,9 @@ class CompressorPreTrainedModel(PreTrainedModel):
         # The backbone alone has no LM head, so the whole set is only known to the model that has everything.
         if unused and self.get_output_embeddings() is not None:
             raise ValueError(f"`trainable_parameters` {unused} match no parameter of {type(self).__name__}")
+        for module in self.modules() if self.trains_in_float32 else ():
+            if isinstance(module, PreTrainedModel) and not isinstance(module, CompressorPreTrainedModel):
+                note_trained_weights(module)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -218,253 +284,6 @@ class CompressorPreTrainedModel(PreTrainedModel):
         """Put an adapter that PEFT has saved on this model, as in `transformers`, beside its own."""
         return put_adapter_on(self, peft_model_id, adapter_name, is_trainable, adapter_kwargs or {})
 
-    # --- checkpoints ---
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *args: Any,
-        base_model: str | os.PathLike | None = None,
-        encoder_base_model: str | os.PathLike | None = None,
-        **kwargs: Any,
-    ) -> Self:
-        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more.
-
-        A light checkpoint names its base model, whose weights are fetched and checked, and its own take their places;
-        type, devices, attention and quantization are those asked for here.
-
-        Args:
-            pretrained_model_name_or_path: Hub repository or folder.
-            args: As in `transformers`.
-            base_model: Where a light checkpoint's base is, Hub repository or folder, if not where the checkpoint says.
-            encoder_base_model: Where the model that its encoder started from is, if that is another one.
-            kwargs: As in `transformers`.
-
-        Raises:
-            ValueError: the checkpoint is of another method, weights are missing from it, so that parts of the model
-                would be random, the base is another model than the one that the checkpoint was made on, or a
-                `tp_plan`.
-            OSError: the checkpoint, or the base that a light one names, cannot be had.
-        """
-        if (plan := kwargs.get("tp_plan")) is not None:
-            raise ValueError(f"compressors do not support tensor parallelism, got tp_plan={plan!r}: use `device_map`")
-        name, load = pretrained_model_name_or_path, super().from_pretrained
-        return load_checkpoint(cls, load, name, base_model, encoder_base_model, args, kwargs)
-
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike,
-        is_main_process: bool = True,
-        state_dict: dict[str, torch.Tensor] | None = None,
-        push_to_hub: bool = False,
-        save_dtype: torch.dtype | str | None = None,
-        include_base: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Save a folder that loads anywhere: safetensors, configuration, generation configuration, code and card.
-
-        A model that started from a base on the Hub is saved light: what differs from the base (the method's parts,
-        adapters, base weights that have trained), and the base's name, revision and fingerprint. One that started from
-        a folder is saved whole, since nobody else has that folder.
-
-        Args:
-            save_directory: The folder.
-            is_main_process: Whether this process writes, when several train together.
-            state_dict: Weights to save in place of the model's own.
-            push_to_hub: Upload the same, too, to the repository `repo_id` (by default the folder's name), with the
-                arguments of `push_to_hub`.
-            save_dtype: Floating-point type to store all weights in; as they are held if not given, so that a training
-                run resumes exactly.
-            include_base: Whether to store the base's weights, too. `False` also leaves out those of a base in a
-                folder, which must then be given as `base_model` when the checkpoint is loaded.
-            kwargs: As in `transformers.PreTrainedModel.save_pretrained`.
-
-        Raises:
-            ValueError: the folder holds a link to a file outside of it, or the base cannot be left out.
-        """
-        names = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
-        repository = {name: kwargs.pop(name) for name in names if name in kwargs}
-        save = super().save_pretrained
-        save_checkpoint(self, save, save_directory, is_main_process, state_dict, save_dtype, include_base, kwargs)
-        if push_to_hub and is_main_process:
-            repo_id = repository.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
-            saving = {"state_dict": state_dict, "save_dtype": save_dtype, "include_base": include_base}
-            saving |= {name: kwargs[name] for name in ("max_shard_size",) if name in kwargs}
-            upload_checkpoint(self, repo_id, saving, token=kwargs.get("token"), **repository)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        commit_message: str | None = None,
-        commit_description: str | None = None,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        max_shard_size: int | str = "50GB",
-        save_dtype: torch.dtype | str | None = None,
-        include_base: bool | None = None,
-        tags: list[str] | None = None,
-    ) -> str:
-        """Upload what `save_pretrained` writes; a card that the repository already has is left as it is.
-
-        Args:
-            repo_id: Repository on the Hub; it is made if it does not exist.
-            commit_message, commit_description: Of the commit.
-            private: Whether a new repository is private.
-            token: Access token; the stored one if not given.
-            revision: Branch; it is made if it does not exist.
-            create_pr: Open a pull request instead of writing to the branch.
-            max_shard_size, save_dtype, include_base: As in `save_pretrained`.
-            tags: More tags for a new card.
-
-        Returns:
-            Address of the commit.
-        """
-        saving = {"max_shard_size": max_shard_size, "save_dtype": save_dtype, "include_base": include_base}
-        return upload_checkpoint(
-            self,
-            repo_id,
-            saving,
-            commit_message=commit_message,
-            commit_description=commit_description,
-            private=private,
-            token=token,
-            revision=revision,
-            create_pr=create_pr,
-            tags=tags,
-        )
-
-    def link_base(
-        self,
-        base: str | os.PathLike,
-        encoder: str | os.PathLike | None = None,
-        hub_id: str | None = None,
-        **loading: Any,
-    ) -> None:
-        """Find out which weights are a base model's own, so that `save_pretrained` can leave them out.
-
-        For a model that was loaded from a whole checkpoint; others know it.
-
-        Args:
-            base: Hub repository or folder of the base.
-            encoder: That of the model that the encoder started from, if it is another one.
-            hub_id: Repository of the base, where `base` is a folder with a copy of it.
-            loading: `revision`, `token`, `cache_dir` or `local_files_only`.
-
-        Raises:
-            ValueError: no weight is the base's, or the method trains all of its base.
-        """
-        link_base(self, base, encoder, hub_id, loading)
-
-    @classmethod
-    def auto_map(cls) -> dict[str, str]:
-        """The `auto_map` of checkpoints of this class."""
-        return cls.config_class.default_auto_map()
-
-    @classmethod
-    def is_remote_code(cls) -> bool:
-        # The library would copy the code without making it flat; `save_pretrained` writes it itself.
-        return False
-
-    # --- what answers come from ---
-
-    def question_answering(self, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> Pipeline:
-        """This model as the pipeline "context-compression-qa", on the device where it is.
-
-        Args:
-            tokenizer: the tokenizer saved with it.
-            kwargs: arguments of [`ContextCompressionQAPipeline`].
-        """
-        if getattr(self, "hf_device_map", None) is None:
-            kwargs.setdefault("device", self.device)
-        return ContextCompressionQAPipeline(model=self, tokenizer=tokenizer, **kwargs)
-
-    def prompt_embeds(
-        self,
-        memory: CompressedContext,
-        tokenizer: PreTrainedTokenizerBase | None,
-        messages: str | Sequence[Mapping[str, str]] | None,
-    ) -> Tensor:
-        """Memory and text as one prompt of embeddings; see [`CompressedContext.to_prompt_embeds`]."""
-        return prompt_embeds(memory, tokenizer, messages, self)
-
-
-class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
-    """A compressor whose base, a causal language model, stays as it is: what trains beside it is float32."""
-
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    trains_base = False
-
-    def post_init(self) -> None:
-        super().post_init()
-        # What trains is loaded in float32 whatever type the rest is loaded in; the backbone names most of its parts.
-        names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
-        names = [name for name in names if not self._keep_in_fp32_modules_strict & set(name.split("."))]
-        self._keep_in_fp32_modules_strict |= {f"^{re.escape(name)}$" for name in names}
-        if getattr(self.config, "quantization_config", None) is not None:
-            # The library's quantizers leave these as they are.
-            self._keep_in_fp32_modules |= {re.escape(path) for path in own_modules(self)}
-
-    @classmethod
-    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
-        model = super()._from_config(config, **kwargs)
-        # As `from_pretrained` leaves them.
-        kept = set(model.base_model._keep_in_fp32_modules_strict)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad or kept & set(name.split(".")):
-                parameter.data = parameter.data.float()
-        return model
-
-    def apply_trainable_set(self) -> None:
-        super().apply_trainable_set()
-        for module in self.modules():
-            if isinstance(module, PreTrainedModel) and not isinstance(module, CompressorPreTrainedModel):
-                note_trained_weights(module)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            init.normal_(module.weight, std=getattr(self.config.decoder_config, "initializer_range", 0.02))
-            if module.bias is not None:
-                init.zeros_(module.bias)
-
-    @torch.no_grad()
-    def load_base_weights(self, base: PreTrainedModel, encoder: PreTrainedModel | None = None) -> None:
-        """See [`CompressorPreTrainedModel.load_base_weights`]; without `encoder`, one of its own copies the base."""
-        backbone = self.base_model
-        source = base.base_model
-        device, dtype = base.device, base.dtype
-        backbone.take_base(source)
-        if backbone.encoder_model is not None:
-            share_weights(backbone.encoder_model, encoder or source, copied=encoder is None)
-        if self.get_output_embeddings() is not None:
-            self.get_output_embeddings().weight = base.get_output_embeddings().weight
-        # In the order of the modules: a seed must give the same start values in every process.
-        fresh: dict[str, None] = {}
-        for path, module in list(self.named_modules()):
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if parameter.is_meta:
-                    setattr(
-                        module, name, nn.Parameter(torch.empty_like(parameter, device=device, dtype=torch.float32))
-                    )
-                    fresh[path] = None
-        for path in fresh:
-            if ".lora_" not in path:
-                # The backbone knows its own parts' start values.
-                backbone._init_weights(self.get_submodule(path))
-        initialize_lora(self)
-        self.tie_weights()
-        self.apply_trainable_set()
-        for parameter in self.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-        backbone.start_from_base()
-        self.config.dtype = dtype
-        self.generation_config = copy.deepcopy(getattr(base, "generation_config", None) or GenerationConfig())
-
     def merge_adapters(self) -> None:
         """Add the adapters to the weights they sit on, so that inference needs no `peft`.
 
@@ -499,3 +318,158 @@ class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
                     if any(re.search(pattern, name) for name in names)
                 ]
         self.apply_trainable_set()
+
+    # --- checkpoints ---
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *args: Any,
+        base_model: str | os.PathLike | None = None,
+        encoder_base_model: str | os.PathLike | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more.
+
+        A light checkpoint names its base model, whose weights are fetched and checked, and its own take their places;
+        type, devices, attention and quantization are those asked for here.
+
+        Args:
+            pretrained_model_name_or_path: Hub repository or folder.
+            args: As in `transformers`.
+            base_model: Where a light checkpoint's base is, Hub repository or folder, if not where the checkpoint says.
+            encoder_base_model: Where the model that its encoder started from is, if that is another one.
+            kwargs: As in `transformers`.
+
+        Raises:
+            ValueError: the checkpoint is of another method, weights are missing from it, so that parts of the model
+                would be random, the base is another model than the one that the checkpoint was made on, or a
+                `tp_plan`.
+            OSError: the checkpoint, or the base that a light one names, cannot be had.
+        """
+        if (plan := kwargs.get("tp_plan")) is not None:
+            raise ValueError(f"compressors do not support tensor parallelism, got tp_plan={plan!r}: use `device_map`")
+        places = {DECODER_BASE: base_model, ENCODER_BASE: encoder_base_model}
+        load = super().from_pretrained
+        if pretrained_model_name_or_path is None:
+            return load(None, *args, **kwargs)
+        return load_checkpoint(cls, load, pretrained_model_name_or_path, places, args, kwargs)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        *,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        save_dtype: torch.dtype | str | None = None,
+        include_base: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save a folder that loads anywhere: safetensors, configuration, generation configuration, code and card.
+
+        A model that started from a base on the Hub is saved light: what differs from the base (the method's parts,
+        adapters, base weights that have trained), and the base's name, revision and fingerprint. One that started from
+        a folder is saved whole, since nobody else has that folder.
+
+        Args:
+            save_directory: The folder.
+            state_dict: Weights to save in place of the model's own.
+            push_to_hub: Not supported; see the method `push_to_hub`.
+            save_dtype: Floating-point type to store all weights in; as they are held if not given, so that a training
+                run resumes exactly.
+            include_base: Whether to store the base's weights, too. `False` also leaves out those of a base in a
+                folder, which must then be given as `base_model` when the checkpoint is loaded.
+            kwargs: As in `transformers.PreTrainedModel.save_pretrained`.
+
+        Raises:
+            ValueError: the base cannot be left out.
+        """
+        if push_to_hub:
+            raise ValueError("`push_to_hub=True` is not supported: call `model.push_to_hub(repo_id)`")
+        save = super().save_pretrained
+        save_checkpoint(self, save, save_directory, state_dict, save_dtype, include_base, kwargs)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        token: str | bool | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        max_shard_size: int | str = "50GB",
+        save_dtype: torch.dtype | str | None = None,
+        include_base: bool | None = None,
+        **commit: Any,
+    ) -> str:
+        """Upload what `save_pretrained` writes; a card that the repository already has is left as it is.
+
+        Args:
+            repo_id: Repository on the Hub; it is made if it does not exist.
+            token: Access token; the stored one if not given.
+            private: Whether a new repository is private.
+            revision: Branch; it is made if it does not exist.
+            max_shard_size, save_dtype, include_base: As in `save_pretrained`.
+            commit: `commit_message`, `commit_description` and `create_pr` of `huggingface_hub.HfApi.upload_folder`.
+
+        Returns:
+            Address of the commit.
+        """
+        saving = {"max_shard_size": max_shard_size, "save_dtype": save_dtype, "include_base": include_base}
+        return upload_checkpoint(self, repo_id, token, private, revision, saving, commit)
+
+    def link_base(
+        self,
+        base: str | os.PathLike,
+        encoder: str | os.PathLike | None = None,
+        hub_id: str | None = None,
+        **loading: Any,
+    ) -> None:
+        """Find out which weights are a base model's own, so that `save_pretrained` can leave them out.
+
+        For a model that was loaded from a whole checkpoint; others know it.
+
+        Args:
+            base: Hub repository or folder of the base.
+            encoder: That of the model that the encoder started from, if it is another one.
+            hub_id: Repository of the base, where `base` is a folder with a copy of it.
+            loading: `revision`, `token`, `cache_dir` or `local_files_only`.
+
+        Raises:
+            ValueError: no weight is the base's, or the method trains all of its base.
+        """
+        link_base(self, base, encoder, hub_id, loading)
+
+    @classmethod
+    def auto_map(cls) -> dict[str, str]:
+        """The `auto_map` of checkpoints of this class."""
+        return cls.config_class.default_auto_map()
+
+    @classmethod
+    def is_remote_code(cls) -> bool:
+        # The library would copy the code without making it flat; `save_pretrained` writes it itself.
+        return False
+
+    # --- answers ---
+
+    def question_answering(self, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> ContextCompressionQAPipeline:
+        """Return the pipeline "context-compression-qa" with this model, on the device where that is.
+
+        Args:
+            tokenizer: the tokenizer saved with it.
+            kwargs: arguments of [`ContextCompressionQAPipeline`].
+        """
+        from .context_compression_qa import ContextCompressionQAPipeline
+
+        if getattr(self, "hf_device_map", None) is None:
+            kwargs.setdefault("device", self.device)
+        return ContextCompressionQAPipeline(model=self, tokenizer=tokenizer, **kwargs)
+
+    def prompt_embeds(
+        self,
+        memory: CompressedContext,
+        tokenizer: PreTrainedTokenizerBase | None,
+        messages: str | Sequence[Mapping[str, str]] | None,
+    ) -> Tensor:
+        """Memory and text as one prompt of embeddings; see [`CompressedContext.to_prompt_embeds`]."""
+        return prompt_embeds(memory, tokenizer, messages, self)

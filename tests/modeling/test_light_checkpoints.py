@@ -100,22 +100,6 @@ def test_the_type_asked_for_is_the_bases_and_what_trains_is_float32(
         assert {n: t.dtype for n, t in stored(tmp_path / "again").items()} == types, asked
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["easy", "wide_encoder"])
-def test_a_base_started_in_float16_is_found_again_and_reads_the_memories_so_far(
-    method_cases, inputs, tmp_path, local_hub, start_light, variant
-):
-    case = method_cases["mean_pooling"].on(variant=variant)
-    model = start_light(case, local_hub, dtype=torch.float32)
-    encoder = {"encoder": "me/encoder"} if variant == "wide_encoder" else {}
-    half = type(model).from_base("me/base", dtype=torch.float16, compression_ratios=[2], **encoder)
-    memory = half.compress(inputs["context_input_ids"])
-    half.save_pretrained(tmp_path / "light")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light")
-    assert loaded.dtype == torch.float16
-    assert loaded.generate(inputs["input_ids"], memory=memory, max_new_tokens=2).shape[1] == 6
-
-
 def test_a_device_map_is_followed_and_disk_is_refused(method_cases, inputs, tmp_path, local_hub, start_light):
     start_light(method_cases["icae"], local_hub).save_pretrained(tmp_path / "light")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light", device_map={"": "cpu"})

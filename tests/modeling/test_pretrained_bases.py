@@ -9,7 +9,6 @@ import subprocess
 import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -22,11 +21,13 @@ import context_compressors
 from context_compressors import MeanPoolingForCausalLM
 from context_compressors.cli.loading import load_compressor, load_model
 from context_compressors.modeling.checkpoint import pretrained_bases
-from context_compressors.modeling.checkpoint.base_cache import cache_folder, cached_base, find_base
 from context_compressors.modeling.checkpoint.pretrained_bases import (
     WheelBase,
     base_place,
+    cache_folder,
+    cached_base,
     fetch_bases,
+    find_base,
     pretrained_base,
 )
 from context_compressors.training.fields import ModelArguments
@@ -34,10 +35,6 @@ from context_compressors.training.loading import load_compressor as load_to_trai
 
 NAME = "me/tiny-instruct"
 IDS = torch.arange(5, 18)[None]
-
-
-def sha256(path):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.fixture
@@ -65,9 +62,7 @@ def wheel(tiny_gguf_folder, tmp_path, monkeypatch):
         package="tiny-gguf-base",
         version="1.0",
         file="tiny_gguf_base/tiny.gguf",
-        wheel_sha256=sha256(path),
-        file_sha256=sha256(tiny_gguf_folder / "tiny.gguf"),
-        quantisation="Q4_1",
+        sha256=hashlib.sha256((tiny_gguf_folder / "tiny.gguf").read_bytes()).hexdigest(),
         licence="apache-2.0",
     )
     monkeypatch.setitem(pretrained_bases.WHEEL_BASES, NAME, base)
@@ -125,21 +120,11 @@ def test_a_second_start_fetches_nothing(cache, fetches, monkeypatch):
     assert pretrained_base(NAME) == folder == cached_base(NAME)
 
 
-def test_the_file_of_an_installed_wheel_is_taken_where_it_is(cache, wheel, tmp_path, monkeypatch):
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site-packages")
-    monkeypatch.setattr(pretrained_bases, "_download", lambda *_: pytest.fail("downloaded what is installed already"))
-    found = next(metadata.distributions(path=[str(tmp_path / "site-packages")]))
-    monkeypatch.setattr(metadata, "distribution", lambda name: found)
-    assert AutoModelForCausalLM.from_pretrained(pretrained_base(NAME)).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("field", ["wheel_sha256", "file_sha256"])
-def test_other_bytes_than_expected_are_refused_and_leave_nothing(cache, fetches, monkeypatch, field):
+def test_other_bytes_than_expected_are_refused_and_leave_nothing(cache, fetches, monkeypatch):
     base = pretrained_bases.WHEEL_BASES[NAME]
-    changed = WheelBase(**{**vars(base), field: "0" * 64})
+    changed = WheelBase(**{**vars(base), "sha256": "0" * 64})
     monkeypatch.setitem(pretrained_bases.WHEEL_BASES, NAME, changed)
-    with pytest.raises(OSError, match=rf"sha256 {getattr(base, field)}, expected 0{{64}}"):
+    with pytest.raises(OSError, match=rf"sha256 {base.sha256}, expected 0{{64}}"):
         pretrained_base(NAME)
     assert left(cache) == []
 
