@@ -28,7 +28,7 @@ from .chunking import (
     with_markers,
 )
 from .pretrained_compressor import CompressorPreTrainedModel
-from .validation import TokenRows, check_context_length, check_ratios, check_together, passage_borders, token_rows
+from .validation import TokenRows, check_context_length, check_ratios, check_together, token_rows
 
 logger = logging.get_logger(__name__)
 
@@ -46,24 +46,11 @@ class CompressorBackbone(CompressorPreTrainedModel):
     needs_whole_rows = False
     # Whether `encode` takes a list `own_losses`, to which it adds a loss of each row `(batch_size,)` while it trains.
     has_own_loss = False
-    # Whether training on a text without context or memory is worth a warning; trainers that mean it say so.
-    warns_of_no_context = True
     # Learned vectors in front of the slots of each chunk and behind them.
     marker_embeddings: Any
     _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None
     # That of the stored weights, by that of the same weights as they were loaded.
     _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Here, because a trainer that knows nothing of contexts calls the backbone, whatever its rows bring.
-        trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        has_none = len(args) < 5 and kwargs.get("memory") is None and kwargs.get("context_input_ids") is None
-        if trains and has_none and self.warns_of_no_context and not self.config.is_encoder_decoder:
-            logger.warning_once(
-                "training without a context: rows bring no `context_input_ids` and no `memory`, so that nothing is "
-                "compressed and the language model reads the text alone; see `CompressionCollator`"
-            )
-        return super().__call__(*args, **kwargs)
 
     def encode(self, chunks: Chunks, ratios: Sequence[Any]) -> Sequence[Slots]:
         """The method itself: slots of every ratio from one pass over the context.
@@ -122,39 +109,23 @@ class CompressorBackbone(CompressorPreTrainedModel):
                 a context longer than the encoder's positions.
             TypeError: an argument that is not known, or a value of another type.
         """
-        beside = self.beside_contexts(unused)
-        unknown = set(unused) - {"token_type_ids"}
-        if unknown:
+        beside = self.beside_contexts(unused) if unused else {}
+        if unknown := set(unused) - {"token_type_ids"}:
             raise TypeError(f"compress() got unexpected arguments {sorted(unknown)}")
-        return self.named_memories(input_ids, attention_mask, ratio, allow_untrained_ratio, chunk_lengths, **beside)
+        ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
+            context = self.context_rows(input_ids, attention_mask, chunk_lengths=chunk_lengths)
+            check_together(context)
+            memories = self.compress_rows(context, ratios, allow_untrained_ratio, **beside)
+        # While a model trains its weights change, and so would the name of its memories.
+        name = "" if self.training else self.model_id
+        for memory in memories:
+            memory.maker, memory.model_id = weakref.ref(self), name
+        return memories if isinstance(ratio, (list, tuple)) else memories[0]
 
     def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """What a method reads beside contexts, such as images, taken out of a call's arguments; by default nothing."""
         return {}
-
-    def named_memories(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        ratio: int | str | Tensor | Sequence[int | str] | None,
-        allow_untrained_ratio: bool,
-        chunk_lengths: Tensor | Sequence[Sequence[int]] | None = None,
-        **beside: Any,
-    ) -> CompressedContext | list[CompressedContext]:
-        """What `compress` returns; `beside` is handed to `encode`."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
-            ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
-            context = self.context_rows(input_ids, attention_mask, chunk_lengths=chunk_lengths)
-            check_together(context)
-            with at_hand(self):
-                memories = self.compress_rows(context, ratios, allow_untrained_ratio, **beside)
-        for memory in memories:
-            memory.maker = weakref.ref(self)
-        if not self.training:
-            # While a model trains its weights change, and so would the name of its memories.
-            for memory in memories:
-                memory.model_id = self.model_id
-        return memories if isinstance(ratio, (list, tuple)) else memories[0]
 
     def context_memory(
         self,
@@ -163,16 +134,13 @@ class CompressorBackbone(CompressorPreTrainedModel):
         ratio: Any,
         name: str = "input_ids",
         chunk_lengths: Any = None,
-        targets: Tensor | None = None,
         **beside: Any,
     ) -> CompressedContext:
-        """A memory without a name, of contexts that are read at once; arguments as `context_rows`, `compress_rows`,
-        `TokenRows`."""
+        """Compress contexts that are read at once, into a memory without a name; arguments as of `context_rows` and
+        `compress_rows`."""
         context = self.context_rows(input_ids, attention_mask, name, chunk_lengths)
-        context.targets = targets
         check_together(context)
-        with at_hand(self):
-            return self.compress_rows(context, [ratio], **beside)[0]
+        return self.compress_rows(context, [ratio], **beside)[0]
 
     def text_rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> TokenRows:
         """A text for [`check_together`]."""
@@ -183,9 +151,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
         self, input_ids: Tensor, attention_mask: Tensor | None, name: str = "input_ids", chunk_lengths: Any = None
     ) -> TokenRows:
         """Contexts for [`check_together`]; task tokens belong to the text, and the encoder does not know them."""
-        rows = token_rows(input_ids, attention_mask, name, vocab_size=self.config.get_encoder_config().vocab_size)
-        rows.borders = passage_borders(name.replace("input_ids", "chunk_lengths"), chunk_lengths, input_ids)
-        return rows
+        vocab_size = self.config.get_encoder_config().vocab_size
+        return token_rows(input_ids, attention_mask, name, vocab_size=vocab_size, chunk_lengths=chunk_lengths)
 
     def compress_rows(
         self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False, **beside: Any
@@ -198,13 +165,14 @@ class CompressorBackbone(CompressorPreTrainedModel):
             allow_untrained_ratio: as in `compress`.
             beside: handed to `encode`, of a method that reads more than contexts.
         """
-        config, ids = self.config, context.input_ids
-        ratios = check_ratios(ratios, config.compression_ratios, ids, allow_untrained_ratio)
+        config, is_key_values = self.config, self.config.carrier == "key_values"
+        ratios = check_ratios(ratios, config.compression_ratios, context.input_ids, allow_untrained_ratio)
         chunks = self.chunks_of(context)
         chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
         encoded: Sequence[Slots]
         if chunks.input_ids.shape[1]:
-            encoded = self.encode_chunks(chunks, chunk_ratios, **beside)
+            with at_hand(self):
+                encoded = self.encode_chunks(chunks, chunk_ratios, **beside)
         else:
             encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
         memories: list[CompressedContext] = []
@@ -214,7 +182,6 @@ class CompressorBackbone(CompressorPreTrainedModel):
                 around = self.marker_embeddings.split([config.slot_markers[side] for side in ("before", "after")])
                 slots, counts = with_markers(slots, counts, *around)
             fields, slot_mask = self.joined_slots(slots, counts, chunks.chunks_per_row)
-            is_key_values = config.carrier == "key_values"
             memory = CompressedContext(
                 **fields,
                 inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
@@ -239,8 +206,10 @@ class CompressorBackbone(CompressorPreTrainedModel):
         is_one_pass = bool(beside) or (torch.distributed.is_available() and torch.distributed.is_initialized())
         # In training all activations are kept in any case.
         most_tokens = None if self.training or is_one_pass else self.tokens_at_once
-        lengths = [chunks.lengths[row] for row in rows]
-        groups = length_batches(lengths, None, most_tokens, math.inf if is_one_pass else _MOST_PADDING_OF_CHUNKS)
+        groups = [[0]]
+        if len(rows) > 1:
+            lengths = [chunks.lengths[row] for row in rows]
+            groups = length_batches(lengths, None, most_tokens, math.inf if is_one_pass else _MOST_PADDING_OF_CHUNKS)
         if len(groups) == 1 and (chunks.chunks_per_row == 1 or len(rows) == len(chunks.lengths)):
             return self.slots_of(chunks, ratios, **beside)
         found = []

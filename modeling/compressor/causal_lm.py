@@ -22,15 +22,7 @@ from ..parts.packing import left_padded
 from .backbone import CompressorHead
 from .modeling_compressor import CompressorModel
 from .serving import decoder_language_model
-from .validation import (
-    check_ids,
-    check_labels,
-    check_memory,
-    check_no_new_pads,
-    check_source,
-    check_together,
-    token_rows,
-)
+from .validation import check_memory, check_source, check_together, token_rows
 
 
 class _TaskTokensAsBOS(LogitsProcessorList):
@@ -104,7 +96,6 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         Returns:
             `logits` of shape `(batch_size, num_text_tokens, vocab_size)`, `loss` if there are labels, and the cache.
         """
-        labels = check_labels(labels, input_ids)
         return_dict = kwargs.pop("return_dict", None)
         num_items = kwargs.pop("num_items_in_batch", None)
         own_losses: list[Tensor] = []
@@ -122,7 +113,6 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
             use_cache=use_cache,
             text_position_offset=text_position_offset,
             context_chunk_lengths=context_chunk_lengths,
-            labels=labels,
             **kwargs,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -193,7 +183,6 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         if inputs is not None and input_ids is not None:
             raise ValueError("give the question either as `inputs` or as `input_ids`, not both")
         check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
-        check_ids("input_ids", question)
         # The library would cut the question by the cache's length, which counts the slots.
         cache = one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
         if attention_mask is None:
@@ -202,9 +191,11 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
             rows = token_rows(question, attention_mask, needs_tokens=True)
             check_together(rows)
             attention_mask = rows.attention_mask
-            self._check_chunks(rows.is_full, kwargs)
-            if cache is not None and 0 < (num_cached := int(cache.get_seq_length())) < question.shape[1]:
-                check_no_new_pads(attention_mask, question.shape[1] - num_cached)
+            if not rows.is_full and (size := self._setting("prefill_chunk_size", kwargs)):
+                raise ValueError(
+                    f"`prefill_chunk_size` ({size}) needs questions of one length, without pads: leave it out, or "
+                    "generate row by row"
+                )
             if kwargs.get("position_ids") is not None:
                 kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
             question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
@@ -243,14 +234,6 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         ):
             return None
         return (question != pad).long()
-
-    def _check_chunks(self, is_full: bool, arguments: dict[str, Any]) -> None:
-        size = self._setting("prefill_chunk_size", arguments)
-        if size and not is_full:
-            raise ValueError(
-                f"`prefill_chunk_size` ({size}) needs questions of one length, without pads: leave it out, or "
-                "generate row by row"
-            )
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         processors = super()._get_logits_processor(*args, **kwargs)

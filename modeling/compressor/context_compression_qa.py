@@ -128,15 +128,12 @@ class ContextCompressionQAPipeline(Pipeline):
             documents a list with one such entry for each.
 
         Raises:
-            TypeError: a question, document, message or `prompt` that is no text, a `memory` that is none, a
-                `full_text` that is neither True nor False, or `max_tokens` or a `batch_size` that is no int.
+            TypeError: a question, document or message that is no text, or a `memory` that is none.
             ValueError: neither or several of `context`, `memory` and `store`, neither or both of `question` and
-                `messages`, one of `store` and `ids` alone, a store of another model or without one of the ids, no
-                question or document, a text with half of a character (a lone surrogate), `messages` beside a `prompt`,
-                several ratios, a `batch_size` below 1, `max_tokens` that leave nothing of a document or that a call
-                gives beside memories, several answers to a question, `memory` or several joined documents where a
-                document is compressed with its question, `full_text` beside a memory or a `ratio` or of an
-                encoder-decoder, and whatever `compress`, `at_ratio` and `generate` refuse.
+                `messages`, one of `store` and `ids` alone, a store of another model, no question or document, several
+                ratios or answers to a question, `max_tokens` that leave nothing of a document or stand beside a
+                memory, a memory where a document is compressed with its question, `full_text` beside a memory or a
+                `ratio` or of an encoder-decoder, and whatever `compress`, `at_ratio` and `generate` refuse.
         """
         if (context is not None) + (memory is not None) + (store is not None) != 1:
             raise ValueError("give either `context`, `memory` or `store`")
@@ -153,15 +150,8 @@ class ContextCompressionQAPipeline(Pipeline):
             )
         if (question is None) == (messages is None):
             raise ValueError("give either `question` or `messages`")
-        batch_size = self._checked_batch_size(kwargs.pop("batch_size", None))
-        inputs = {
-            "question": question,
-            "messages": messages,
-            "context": context,
-            "memory": memory,
-            "batch_size": batch_size,
-        }
-        return super().__call__(inputs, **kwargs)
+        inputs = {"question": question, "messages": messages, "context": context, "memory": memory}
+        return super().__call__(inputs | {"batch_size": self._size(kwargs.pop("batch_size", None))}, **kwargs)
 
     def compress(
         self,
@@ -186,12 +176,11 @@ class ContextCompressionQAPipeline(Pipeline):
             have room for the longest: give documents of very unlike lengths in several calls.
 
         Raises:
-            TypeError: `max_tokens` or a `batch_size` that is no int.
-            ValueError: no document, `max_tokens` that leave nothing of one, `batch_size` below 1, ratios by document
-                of another number than these, a checkpoint that compresses a document together with its question, and
-                whatever the model's `compress` refuses.
+            ValueError: no document, `max_tokens` that leave nothing of one, ratios by document of another number than
+                these, a checkpoint that compresses a document together with its question, and whatever the model's
+                `compress` refuses.
         """
-        batch_size = self._checked_batch_size(batch_size)
+        batch_size = self._size(batch_size)
         self.check_max_tokens(max_tokens)
         self.check_serves_memories("a memory without one answers nothing: ask about the document itself")
         rows = [cut_passages(row, max_tokens) for row in self._passages(documents, max_tokens)]
@@ -239,36 +228,21 @@ class ContextCompressionQAPipeline(Pipeline):
         if question is not None:
             asked = {f"question_{name}": tensor for name, tensor in question.items()}
         passages = [[row] if not row or isinstance(row[0], int) else row for row in rows]
-        self._warn_about_length(passages)
-        if any(len(row) > 1 for row in passages):
-            asked["chunk_lengths"] = [[len(passage) for passage in row] for row in passages]
-        rows = [[token for passage in row for token in passage] for row in passages]
-        with torch.no_grad():
-            return self.model.compress(
-                **padded(rows, self.device), ratio=ratio, allow_untrained_ratio=allow_untrained_ratio, **asked
-            )
-
-    def _warn_about_length(self, documents: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Warn once of a document, a list of passages, with more chunks than the checkpoint was measured on."""
         size, measured = self.model.config.chunk_size, self.model.config.measured_chunks
-        if size is None or measured is None:
-            return
-        most = max(sum(math.ceil(len(passage) / size) for passage in passages) for passages in documents)
-        if most > measured:
+        most = max(sum(math.ceil(len(passage) / (size or math.inf)) for passage in row) for row in passages)
+        if measured is not None and most > measured:
             logger.warning_once(
                 f"a document has {most} chunks of {size} tokens, and this checkpoint was measured on {measured} at "
                 "most: answers may be worse; find the passages that matter first, and give only those"
             )
+        if any(len(row) > 1 for row in passages):
+            asked["chunk_lengths"] = [[len(passage) for passage in row] for row in passages]
+        ids = padded([[token for passage in row for token in passage] for row in passages], self.device)
+        with torch.no_grad():
+            return self.model.compress(**ids, ratio=ratio, allow_untrained_ratio=allow_untrained_ratio, **asked)
 
     def check_serves_memories(self, otherwise: str) -> None:
-        """Refuse what needs memories that answer any question.
-
-        Args:
-            otherwise: what to do instead.
-
-        Raises:
-            ValueError: the checkpoint compresses a document together with its question.
-        """
+        """Raise `ValueError`, and say what to do otherwise, if a document is compressed with its question."""
         if self.model.config.compresses_questions:
             raise ValueError(
                 "this checkpoint compresses a document together with its question (`question_placement='encoder'`), "
@@ -276,15 +250,7 @@ class ContextCompressionQAPipeline(Pipeline):
             )
 
     def check_max_tokens(self, max_tokens: int | None) -> None:
-        """Refuse a limit that leaves nothing of a document behind what stands in front of it, such as BOS.
-
-        Args:
-            max_tokens: most tokens of a document, with those that stand in front of it; `None` for all.
-
-        Raises:
-            TypeError: it is no int.
-            ValueError: it is not above their number.
-        """
+        """Raise `ValueError` if a limit leaves nothing of a document behind what opens it, such as BOS."""
         check_max_tokens(self.model.config, self._document_tokenizer, max_tokens)
 
     def document_ids(self, documents: str | Sequence[str | Sequence[str]], most: int | None = None) -> list[list[int]]:
@@ -358,19 +324,14 @@ class ContextCompressionQAPipeline(Pipeline):
         check_generation(generate_kwargs)
         if isinstance(ratio, (list, tuple)) or (isinstance(ratio, Tensor) and ratio.dim()):
             raise ValueError(f"`ratio` must be a single one, got {ratio}: a question is asked at one ratio at a time")
-        if full_text is not None and not isinstance(full_text, bool):
-            raise TypeError(f"`full_text` must be True or False, got {full_text!r}")
         if not isinstance(join, bool) and join not in (None, LIKELIEST):
             raise ValueError(f"`join` must be True, False or {LIKELIEST!r}, got {join!r}")
         if full_text and ratio is not None:
             raise ValueError(f"`full_text` compresses nothing: leave out the `ratio`, {ratio!r}")
         read = {"prompt": prompt, "max_tokens": max_tokens, "join": join, "full_text": full_text}
-        given = {"join": join, "ratio": ratio, "allow_untrained_ratio": allow_untrained_ratio}
-        return (
-            {name: value for name, value in read.items() if value is not None},
-            {**{name: value for name, value in given.items() if value is not None}, **generate_kwargs},
-            {},
-        )
+        asked = {"join": join, "ratio": ratio, "allow_untrained_ratio": allow_untrained_ratio}
+        read, asked = ({k: v for k, v in fields.items() if v is not None} for fields in (read, asked))
+        return read, asked | generate_kwargs, {}
 
     def preprocess(
         self,
@@ -424,10 +385,7 @@ class ContextCompressionQAPipeline(Pipeline):
         asks_one = isinstance(conversations[0], Mapping)
         if asks_one:
             conversations = [conversations]
-        for conversation in conversations:
-            if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, Mapping) for m in conversation):
-                raise TypeError(f"`messages` must be messages with `role` and `content`, got {conversation!r}")
-            check_texts("messages", [message.get("content") for message in conversation])
+        check_texts("messages", [message.get("content") for messages in conversations for message in messages])
         return [message_ids(config, tokenizer, messages, document) for messages in conversations], asks_one
 
     def _forward(
@@ -504,13 +462,11 @@ class ContextCompressionQAPipeline(Pipeline):
             memories = [self._memory_class.concatenate(rows) if len(rows) > 1 else rows[0]]
         return memories
 
-    def _checked_batch_size(self, given: int | None) -> int:
-        batch_size = (self._batch_size or BATCH_SIZE) if given is None else given
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int):
-            raise TypeError(f"`batch_size` must be an int, got {batch_size!r}")
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` must be 1 or more, got {batch_size}")
-        return batch_size
+    def _size(self, batch_size: int | None) -> int:
+        size = (self._batch_size or BATCH_SIZE) if batch_size is None else batch_size
+        if size < 1:
+            raise ValueError(f"`batch_size` must be 1 or more, got {size}")
+        return size
 
     def _answers(
         self,
@@ -576,24 +532,14 @@ def _as_list(name: str, value: Any) -> tuple[list[Any], bool]:
 
 
 def check_generation(given: Mapping[str, Any]) -> None:
-    """Refuse what gives several answers to a question, or more than its tokens.
-
-    Args:
-        given: arguments of `generate`.
-
-    Raises:
-        ValueError: one of them, or of a `generation_config` among them, does.
-    """
+    """Raise `ValueError` if arguments of `generate`, or a `generation_config` among them, ask for several answers to a
+    question, or for more than its tokens."""
     own = given.get("generation_config")
-    # What a configuration leaves open is `None`; what an argument says holds.
-    asked = {name: value for name, value in ({} if own is None else own.to_dict()).items() if value is not None}
-    asked |= given
-    if (number := asked.get("num_return_sequences", 1)) != 1:
+    asked = {**({} if own is None else own.to_dict()), **given}
+    if (number := asked.get("num_return_sequences") or 1) != 1:
         raise ValueError(f"`num_return_sequences` must be 1, got {number}: a question has one answer")
-    if (value := asked.get("return_dict_in_generate", False)) not in (False, None):
-        raise ValueError(
-            f"`return_dict_in_generate` must be false, got {value}: an answer is its text; call the model's `generate`"
-        )
+    if asked.get("return_dict_in_generate"):
+        raise ValueError("`return_dict_in_generate` must be False: an answer is its text; call the model's `generate`")
 
 
 def with_defaults(given: Mapping[str, Any], max_new_tokens: int, pad_token_id: int | None) -> dict[str, Any]:

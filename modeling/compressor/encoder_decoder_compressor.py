@@ -21,13 +21,10 @@ from ..parts.packing import left_padded, pack
 from .backbone import CompressorHead
 from .question_conditioning import check_question, own_tokens, question_in_front, with_start
 from .validation import (
-    check_cached_mask,
+    cached_text_mask,
     check_keywords,
-    check_labels,
     check_memory,
-    check_no_new_pads,
     check_source,
-    check_targets,
     check_text_and_memory,
     check_together,
 )
@@ -89,7 +86,6 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         attention_mask: Tensor | None = None,
         memory: CompressedContext | None = None,
         cache: Cache | None = None,
-        targets: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """The decoder's states behind a memory, as they go into the LM head.
@@ -100,30 +96,24 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
                 and has no pads behind that.
             memory: one row for each text, or one for all of them.
             cache: the decoder's cache.
-            targets: labels, whose values are checked with the text's.
             kwargs: handed to T5's decoder stack.
 
         Returns:
             `last_hidden_state` of shape `(batch_size, num_text_tokens, hidden_size)`, and the cache.
 
         Raises:
-            ValueError: a text row without tokens, unknown token ids or labels, a mask of the wrong shape, or a memory
+            ValueError: a text row without tokens, unknown token ids, a mask of the wrong shape, or a memory
                 of another model, width or batch size.
         """
         cached = 0 if cache is None else int(cache.get_seq_length())
         sequence = None
         if cached:
             # The cache holds a row's pads in front.
-            mask = check_cached_mask(attention_mask, input_ids, cached)
-            if input_ids.shape[1] > 1:
-                check_no_new_pads(mask, input_ids.shape[1])
+            mask = cached_text_mask(attention_mask, input_ids, cached)
             mask = mask.sort(dim=1).values
             memory = check_memory(memory, self.model, input_ids)
-            if targets is not None:
-                check_targets(targets, self.config.vocab_size)
         else:
             text = self.model.text_rows(input_ids, attention_mask)
-            text.targets = targets
             memory, *_ = check_text_and_memory(text, memory, self.model)
             # Relative positions count places: no pad may stand between two tokens.
             sequence = pack(text.attention_mask[:, :0], text.attention_mask, is_full=text.is_full)
@@ -211,13 +201,12 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             the slots as `encoder_last_hidden_state`.
 
         Raises:
-            TypeError: ids, labels, a ratio, a memory or a cache that are none, or a misspelt argument.
+            TypeError: ids, a ratio, a memory or a cache that are none, or a misspelt argument.
             ValueError: no context, two of them, no text, or what `compress` and `text_states` refuse.
         """
         check_keywords(kwargs)
         cache = one_cache(cache, past_key_values)
         has_text = memory is not None or context_input_ids is not None
-        labels = check_labels(labels, input_ids if has_text else decoder_input_ids)
         return_dict = kwargs.pop("return_dict", None)
         loss_arguments = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         decoding = {"use_cache": use_cache, **kwargs}
@@ -228,14 +217,12 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             if context_input_ids is not None:
                 context = (context_input_ids, context_attention_mask, ratio, "context_input_ids")
                 memory = self.model.context_memory(*context, context_chunk_lengths)
-            # The first is no target of any token.
-            targets = None if labels is None else labels[:, 1:]
-            outputs = self.text_states(input_ids, attention_mask, memory, cache, targets, **decoding)
+            outputs = self.text_states(input_ids, attention_mask, memory, cache, **decoding)
             slots = None if memory is None else memory.embeddings
         else:
             given = (None if encoder_outputs is None else ratio, context_attention_mask, context_chunk_lengths)
             check_source(None, None, *given)
-            slots, slot_mask = self._slots(encoder_outputs, input_ids, attention_mask, ratio, labels)
+            slots, slot_mask = self._slots(encoder_outputs, input_ids, attention_mask, ratio)
             if decoder_input_ids is None:
                 if labels is None:
                     raise ValueError("give `decoder_input_ids` or `labels`: the decoder has nothing to read")
@@ -264,15 +251,14 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         input_ids: Tensor | None,
         attention_mask: Tensor | None,
         ratio: int | Tensor | None,
-        labels: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Slots and mask, from the encoder or as they come; labels are checked beside the context's ids."""
+        """Slots and mask, from the encoder or as they come."""
         if encoder_outputs is not None:
             slots = encoder_outputs[0]
             return slots, slots.new_ones(slots.shape[:2]) if attention_mask is None else attention_mask
         if input_ids is None:
             raise ValueError("give a context: `input_ids`, `context_input_ids`, `memory` or `encoder_outputs`")
-        return readable_slots(self.model.context_memory(input_ids, attention_mask, ratio, targets=labels))
+        return readable_slots(self.model.context_memory(input_ids, attention_mask, ratio))
 
     @torch.no_grad()
     def generate(

@@ -39,14 +39,10 @@ from .backbone import CompressorBackbone
 from .chunking import Chunks, Slots
 from .validation import (
     TokenRows,
-    check_cached_mask,
-    check_ids,
+    cached_text_mask,
     check_keywords,
-    check_labels,
     check_memory,
-    check_no_new_pads,
     check_source,
-    check_targets,
     check_text_and_memory,
     check_together,
     warn_about_positions,
@@ -76,6 +72,8 @@ class CompressorModel(CompressorBackbone):
     slots' states are cut off, so any trainer that runs the backbone and then the LM head works without change.
     """
 
+    # Whether training on a text without context or memory is worth a warning; trainers that mean it say so.
+    warns_of_no_context = True
     # The method's own modules and parameters, by name: they train, and are float32.
     method_parts: tuple[str, ...] = ()
     # Types of language models that it is tested on.
@@ -274,7 +272,7 @@ class CompressorModel(CompressorBackbone):
                 text's task token if not given.
             context_chunk_lengths: `(batch_size, num_passages)`, the `chunk_lengths` of the contexts, as in `compress`.
             past_key_values: An older name of `cache`.
-            labels: `(batch_size, num_text_tokens)`, the text's; only their values are checked here.
+            labels: Ignored; some trainers give them to the backbone, too.
             kwargs: What the method reads beside contexts, and else handed to the language model.
 
         Returns:
@@ -283,24 +281,20 @@ class CompressorModel(CompressorBackbone):
         Raises:
             TypeError: ids, a ratio, a memory or a cache that are none, or a misspelt argument.
             ValueError: context and memory together, a ratio or mask of contexts where there is none to compress, a
-                text row without tokens, unknown token ids or labels, a mask of the wrong shape, a memory of
-                another model, width or batch size, or a filled cache in training with gradient checkpointing.
+                text row without tokens, unknown token ids, a mask of the wrong shape, a memory of another model or
+                batch size, or a filled cache in training with gradient checkpointing.
         """
         check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
-        if input_ids is None:
+        check_keywords(kwargs)
+        if input_ids is None or kwargs.pop("inputs_embeds", None) is not None:
             raise ValueError(
                 "`input_ids` are needed, the text that follows the slots (`inputs_embeds` is not supported)"
             )
-        check_keywords(kwargs)
-        if kwargs.pop("inputs_embeds", None) is not None:
-            raise ValueError("`inputs_embeds` is not supported: give `input_ids`")
-        beside = self.beside_contexts(kwargs)
+        if memory is None and context_input_ids is None:
+            self._warn_of_no_context()
+        beside = self.beside_contexts(kwargs) if kwargs else {}
         if beside and context_input_ids is None:
             raise ValueError(f"`{'`, `'.join(beside)}` must come with `context_input_ids`, and there are none")
-        check_ids("input_ids", input_ids)
-        # The first is no target of any token.
-        targets = check_labels(labels, input_ids)
-        targets = None if targets is None else targets[:, 1:]
         cache = one_cache(cache, past_key_values)
         is_cached = cache is not None and bool(cache.get_seq_length())
         # Checkpointed layers take no cache that is written to, and would silently do without the memory in it.
@@ -313,8 +307,6 @@ class CompressorModel(CompressorBackbone):
             given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
             context = self.context_rows(*given)
         if is_cached:
-            if targets is not None:
-                check_targets(targets, self.config.vocab_size)
             if context is not None:
                 check_together(context)
                 memory = self.compress_rows(context, [ratio], **beside)[0]
@@ -329,7 +321,6 @@ class CompressorModel(CompressorBackbone):
             # One that has been emptied may have held a memory.
             note_cached_pairs(cache, None)
             text, joined = self.text_rows(input_ids, attention_mask), None
-            text.targets = targets
             if context is not None and cache is None and use_cache is not True:
                 joined = self.joint_inputs(text, context, ratio, position_ids, text_position_offset, beside)
             if joined is not None:
@@ -360,6 +351,14 @@ class CompressorModel(CompressorBackbone):
         if sequence is not None:
             sequence.cut_to_text(outputs)
         return outputs if return_dict in (None, True) else outputs.to_tuple()
+
+    def _warn_of_no_context(self) -> None:
+        trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if trains and self.warns_of_no_context:
+            logger.warning_once(
+                "training without a context: rows bring no `context_input_ids` and no `memory`, so that nothing is "
+                "compressed and the language model reads the text alone; see `CompressionCollator`"
+            )
 
     def _checked_memory(
         self,
@@ -439,7 +438,7 @@ class CompressorModel(CompressorBackbone):
             return sequence.inputs(embeddings, positions), sequence
         if offset is None:
             offset = self.text_position_offset(memory, input_ids, text_mask)
-        warn_about_positions(config.decoder_config, memory, offset, max(text.lengths))
+        warn_about_positions(config.decoder_config, memory.attention_mask.shape[1], max(text.lengths))
         if memory.embeddings is None:
             slot_mask = self.cached_slot_mask(memory)
             check_sliding_window(config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
@@ -482,11 +481,8 @@ class CompressorModel(CompressorBackbone):
                 "each text (`memory.repeat_interleave`)"
             )
         num_cached = int(cache.get_seq_length()) - self.num_places(memory)
-        text_mask = check_cached_mask(attention_mask, input_ids, num_cached)
+        text_mask = cached_text_mask(attention_mask, input_ids, num_cached)
         may_have_pads = memory is not None and memory.carrier == "key_values"
-        # In a step of generation it would wait for the device.
-        if input_ids.shape[1] > 1 and not may_have_pads:
-            check_no_new_pads(text_mask, input_ids.shape[1])
         if position_ids is None:
             position_ids = text_positions(text_mask)[:, -input_ids.shape[1] :]
         if memory is not None:

@@ -18,9 +18,8 @@ from transformers.utils import logging
 
 from ...configuration.configuration_compressor import CompressorConfig
 from ..checkpoint.base_weights import DECODER_BASE, ENCODER_BASE, own_modules, remember_base, share_weights
-from ..checkpoint.checkpoints import load_checkpoint, save_checkpoint, upload_checkpoint
+from ..checkpoint.checkpoints import link_base, load_checkpoint, save_checkpoint, upload_checkpoint
 from ..checkpoint.from_base import start_from_base
-from ..checkpoint.light_checkpoints import link_base
 from ..checkpoint.peft_adapters import put_adapter_on
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import keep_caches_under_checkpointing

@@ -2,7 +2,6 @@
 """DeCAL's memories: under padding, in generation, with questions, saved, and what is refused."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -129,9 +128,6 @@ def test_a_mask_covers_the_text_in_the_cache_too(decal, random_rows):
         decal(text[:, 3:], mask[:, 3:], memory=memory, cache=cache)
     last = decal(text[:, 3:], mask, memory=memory, cache=cache).logits
     torch.testing.assert_close(last, decal(text[:, 1:], memory=memory).logits[:, -1:], atol=1e-5, rtol=1e-4)
-    cache = decal(text[:, 1:2], memory=memory, use_cache=True)[CACHE]
-    with raises("pads among the 2 tokens behind a filled cache", "would stand between two tokens"):
-        decal(text[:, 2:], torch.tensor([[1, 0, 1]]), memory=memory, cache=cache)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -393,11 +389,6 @@ def test_what_forward_and_generate_refuse(decal, question, random_rows):
             call(input_ids=ids, context_attention_mask=torch.ones_like(ids))
         with raises("`ratio` is 3, but no context"):
             call(encoder_outputs=(memory.embeddings,), ratio=3)
-    labels = question.clone()
-    labels[0, -1] = VOCAB_SIZE
-    for call in ({"input_ids": ids}, {"input_ids": question, "memory": memory}):
-        with raises(f"`labels` must be -100 or ids of the vocabulary of {VOCAB_SIZE} tokens, and hold {VOCAB_SIZE}"):
-            decal(**call, labels=labels)
     for given in ({"memory": memory}, {"context_input_ids": ids}):
         for name in ("decoder_input_ids", "decoder_attention_mask"):
             with raises("the decoder's text is `input_ids`", f"leave out {name}"):
@@ -427,8 +418,5 @@ def test_the_memory_of_another_model_is_refused(decal, question):
     for call in (decal, decal.generate):
         with raises(other.model_id, decal.model_id):
             call(input_ids=question, memory=other)
-    narrow = dataclasses.replace(other, embeddings=other.embeddings[:, :, :16], model_id="")
-    with raises("width 16", "width 32"):
-        decal(input_ids=question, memory=narrow)
     with raises("2 rows", "1"):
         decal(input_ids=question[:1], memory=decal.compress(question))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every mistake has an error that names the value and what is allowed."""
 
-import dataclasses
 import re
 
 import pytest
@@ -174,10 +173,10 @@ def test_settings_of_a_context_without_one_are_refused(model):
 @before_any_method
 @pytest.mark.parametrize("shape", [(1, 9), (1, 1, 10, 10)], ids=str)
 def test_a_mask_of_another_shape_is_refused(model, shape):
-    with raises(ValueError, "`attention_mask`", "`input_ids`", "(1, 10)", str(shape)):
+    with raises(ValueError, "`attention_mask`", "(1, 10)", str(shape)):
         model.compress(CONTEXT, torch.ones(shape))
     for call in (model, model.generate):
-        with raises(ValueError, "`context_attention_mask`", "`context_input_ids`", "(1, 10)", str(shape)):
+        with raises(ValueError, "`context_attention_mask`", "(1, 10)", str(shape)):
             call(input_ids=TEXT, context_input_ids=CONTEXT, context_attention_mask=torch.ones(shape))
         with raises(ValueError, "`attention_mask`", "(1, 10)", str(shape)):
             call(input_ids=CONTEXT, attention_mask=torch.ones(shape))
@@ -198,50 +197,6 @@ def test_a_mask_of_another_shape_after_a_cache_is_refused(model):
         model(TEXT[:, :1], memory=memory, cache=cache)
 
 
-def test_pads_among_new_tokens_behind_a_cache_are_refused_where_they_would_be_misread(model):
-    memory, text = model.compress(CONTEXT.repeat(2, 1)), TEXT.repeat(2, 1)
-    whole, mask = torch.cat([text, text[:, :3]], dim=1), torch.ones(2, TEXT.shape[1] + 3, dtype=torch.long)
-    for pads in (slice(-3, -1), slice(-2, None)):
-        cut = mask.clone()
-        cut[1, pads] = 0
-        for own in (memory, None):
-            cache = model(text, memory=own, use_cache=True)[CACHE]
-            offset = {} if own is None else {"text_position_offset": own.num_slots}
-            given = {"attention_mask": cut, "memory": own, "cache": cache, **offset}
-            if own is None:
-                with raises(ValueError, "pads among the 3 tokens behind a filled cache"):
-                    model.generate(whole, attention_mask=cut, cache=cache, max_new_tokens=1)
-            if own is not None and own.carrier == "key_values":
-                last = cut[1, -3:].argmax()
-                logits = model(text[:, :3], **given).logits[1, last]
-                alone = torch.cat([text[1:], text[1:, :3][:, cut[1, -3:].bool()][:, :1]], dim=1)
-                torch.testing.assert_close(logits, model(alone, memory=own.rows(1)).logits[0, -1], atol=1e-4, rtol=0)
-                continue
-            with raises(ValueError, "pads among the 3 tokens behind a filled cache"):
-                model(text[:, :3], **given)
-
-
-@before_any_method
-@pytest.mark.parametrize(
-    "values",
-    [
-        [0.0, float("-inf"), 0.0, 0.0],
-        [1, 2, 1, 1],
-    ],
-    ids=str,
-)
-def test_masks_of_other_values_than_ones_and_zeros_are_refused(model, values):
-    mask = torch.tensor([values])
-    for ids, call in (
-        ("attention_mask", lambda: model.compress(TEXT, mask)),
-        ("attention_mask", lambda: model(TEXT, attention_mask=mask)),
-        ("attention_mask", lambda: model.generate(TEXT, attention_mask=mask, max_new_tokens=2)),
-        ("context_attention_mask", lambda: model(TEXT, context_input_ids=TEXT, context_attention_mask=mask)),
-    ):
-        with raises(ValueError, f"`{ids}` must hold ones for real tokens and zeros for pads"):
-            call()
-
-
 def test_masks_of_ones_and_zeros_are_taken_in_any_type(model):
     mask = torch.tensor([[1, 1, 1, 0]])
     expected = model(TEXT, attention_mask=mask, context_input_ids=TEXT, context_attention_mask=mask).logits
@@ -258,7 +213,7 @@ def test_ids_of_four_bytes_are_taken(model):
 
 def test_an_empty_batch_is_refused(model):
     for call in (model.compress, model, lambda ids: model.generate(ids, max_new_tokens=2)):
-        with raises(ValueError, "`input_ids` is an empty batch", "(0, 4)"):
+        with raises(ValueError, "`input_ids`", "at least one row", "(0, 4)"):
             call(TEXT[:0])
 
 
@@ -285,33 +240,13 @@ def test_other_ids_than_the_task_tokens_are_refused(form_case):
         model.compress(torch.tensor([[128, 9]]))  # task tokens belong to the text
 
 
-@before_any_method
-@pytest.mark.parametrize("ids", [TEXT.float(), [[5, 6]]], ids=["float", "list"])
-def test_ids_that_are_no_integer_tensor_are_refused(model, ids):
-    with raises(TypeError, "`input_ids`", "integer"):
-        model.compress(ids)
-    with raises(TypeError, "`input_ids`", "integer"):
-        model(ids)
-
-
 @pytest.mark.parametrize("ids", [TEXT[0], TEXT[None]], ids=["one_dimension", "three_dimensions"])
 def test_ids_of_other_dimensions_are_refused(model, ids):
     for call in (model.compress, model):
         with raises(ValueError, "(batch_size, num_tokens)", str(tuple(ids.shape))):
             call(ids)
-
-
-@pytest.mark.parametrize("wrong", [128, -5])
-def test_labels_outside_the_vocabulary_are_refused(model, wrong):
-    labels = TEXT.clone()
-    labels[0, 2] = wrong
-    cache = model(TEXT, use_cache=True)[CACHE]
-    for given in ({}, {"memory": model.compress(CONTEXT)}, {"context_input_ids": CONTEXT}, {"cache": cache}):
-        with raises(ValueError, "`labels` must be -100 or ids of the vocabulary of 128 tokens", str(wrong)):
-            model(TEXT, labels=labels, **given)
-    # The first is no target.
-    labels = torch.tensor([[wrong, -100, *TEXT[0, 2:]]])
-    assert model(TEXT, labels=labels).loss.isfinite()
+        with raises(TypeError, "`input_ids` must be a tensor", "list"):
+            call([[5, 6]])
 
 
 @pytest.mark.parametrize("name", ["atention_mask", "memry"])
@@ -354,28 +289,6 @@ def test_an_unnamed_memory_is_read_by_the_model_that_made_it_alone(form_case):
         )
 
 
-def test_a_memory_that_is_not_finite_is_refused(form_case):
-    model = form_case.model
-    for wrong in (float("nan"), float("inf"), float("-inf")):
-        memory = model.compress(CONTEXT)
-        carrier = memory.embeddings if memory.carrier == "embeddings" else memory.key_values[-1][1]
-        carrier.view(-1)[3] = wrong
-        for call in (model, model.generate):
-            with raises(ValueError, f"{memory.carrier} must be finite"):
-                call(input_ids=TEXT, memory=memory)
-
-
-def test_the_memory_of_another_width_is_refused(method_case):
-    if method_case.model.config.carrier == "key_values":
-        memory = method_case.build(decoder_config={"num_hidden_layers": 3}).compress(CONTEXT)
-        parts = ("(3, 2, 8)", "(2, 2, 8)")
-    else:
-        memory = method_case.build(decoder_config={"hidden_size": 16}).compress(CONTEXT)
-        parts = ("width 16", "width 32")
-    with raises(ValueError, *parts):
-        method_case.model(TEXT, memory=memory)
-
-
 @torch.no_grad()
 def test_a_cache_with_a_memory_goes_with_it_row_by_row(form_case):
     model, text = form_case.model, TEXT
@@ -402,18 +315,6 @@ def test_the_memory_of_another_batch_is_refused(model):
             call(input_ids=TEXT.expand(3, -1), memory=memory)
         with raises(ValueError, "2 rows", "1"):
             call(input_ids=TEXT, memory=memory)
-
-
-def test_a_memory_of_another_carrier_is_refused(model):
-    memory = model.compress(CONTEXT)
-    num_slots = memory.attention_mask.shape[1]
-    if memory.carrier == "embeddings":
-        keys = torch.zeros(1, 2, num_slots, 8)
-        other = {"embeddings": None, "key_values": ((keys, keys),) * 2}
-    else:
-        other = {"embeddings": torch.zeros(1, num_slots, 32), "key_values": None, "inverse_frequencies": None}
-    with raises(ValueError, "key_values" if memory.carrier == "embeddings" else "embeddings", memory.carrier):
-        model(TEXT, memory=dataclasses.replace(memory, **other))
 
 
 @pytest.mark.parametrize("memory", [torch.zeros(1, 5, 32), {"embeddings": None}, "document.safetensors"], ids=type)
