@@ -31,8 +31,11 @@ _HEADER = """\
 from __future__ import annotations
 """
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-# Methods that only this package calls: they start a compressor from a base, describe it, or prepare it for a server.
-_LEFT_OUT = {"from_base", "link_base", "card_rows", "decoder_language_model", "prompt_embeds", "to_prompt_embeds"}
+# Methods that only this package calls: to start from a base, to fit without training, for analyses, cards and servers.
+_LEFT_OUT = {
+    *("from_base", "link_base", "load_base_weights", "take_base", "fields_of_encoder"),
+    *("fit_scorers", "kept_tokens", "card_rows", "decoder_language_model", "prompt_embeds", "to_prompt_embeds"),
+}
 # A checkpoint's code copies itself.
 _THIS_FILE = Path(__file__).resolve()
 _INSTEAD = {_THIS_FILE: _THIS_FILE.with_name("copied_code.py")}

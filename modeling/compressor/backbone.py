@@ -17,14 +17,13 @@ from ..checkpoint.fingerprints import at_hand, settings_fingerprint, version, we
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import inverse_frequencies, key_value_shape
 from ..parts.length_batches import length_batches
+from ..parts.position_layout import encoder_memory_ids
 from .chunking import (
     Chunks,
     Slots,
     cut,
     gathered,
-    gathering_order,
     join,
-    memory_position_ids,
     with_markers,
 )
 from .pretrained_compressor import CompressorPreTrainedModel
@@ -218,7 +217,9 @@ class CompressorBackbone(CompressorPreTrainedModel):
             part, index = chunks.take(some), torch.tensor(some, device=chunks.starts.device)
             own = [ratio[index] if isinstance(ratio, Tensor) else ratio for ratio in ratios]
             found.append(self.slots_of(part, own, **beside))
-        order = gathering_order([rows[place] for group in groups for place in group], len(chunks.lengths))
+        read = [rows[place] for group in groups for place in group]
+        places = {row: place for place, row in enumerate(read)}
+        order = [places.get(chunk, len(read)) for chunk in range(len(chunks.lengths))]
         return [gathered(slots, order) for slots in zip(*found, strict=True)]
 
     def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
@@ -242,8 +243,15 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return chunks
 
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
-        """Positions of the slots in the decoder, `(batch_size, num_slots)`; see [`memory_position_ids`]."""
-        return memory_position_ids(slot_mask, chunks, counts, self.config.position_layout, self.config.carrier)
+        """Positions of the slots in the decoder, `(batch_size, num_slots)`, 0 at padding slots (EPL, Tables 2, 3 and
+        13 to 15)."""
+        layout, device = self.config.position_layout, slot_mask.device
+        if self.config.carrier == "embeddings" and layout != "enhanced":
+            return (slot_mask.cumsum(dim=1) - 1).clamp(min=0) * slot_mask
+        lengths, of_chunks = torch.tensor(chunks.lengths, device=device), torch.tensor(counts, device=device)
+        ids = encoder_memory_ids(lengths, of_chunks, chunks.starts, layout, max(counts))
+        joined: Any = join(ids[:, :, None], counts, chunks.chunks_per_row)[0]
+        return joined[:, :, 0] * slot_mask
 
     def joined_slots(self, slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
         """What `encode` returns as fields of a `CompressedContext`, and their mask; arguments as of [`join`]."""

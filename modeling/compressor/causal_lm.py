@@ -127,7 +127,7 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            **{CACHE: getattr(outputs, CACHE)},
+            **{CACHE: outputs.get(CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..memory.compressed_context import KeyValues
 from ..parts.packing import right_padded, take_places
-from ..parts.position_layout import encoder_memory_ids
 
 Slots = Tensor | KeyValues
 
@@ -119,23 +118,12 @@ def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
     return (places < torch.tensor(counts, device=device)[:, None]).long()
 
 
-def gathering_order(rows: Sequence[int], num_chunks: int) -> list[int]:
-    """The place of each chunk among `rows`; chunks that are not in `rows` have the place behind them.
-
-    Args:
-        rows: numbers of chunks in the order in which they were read.
-        num_chunks: number of all chunks.
-    """
-    places = {row: place for place, row in enumerate(rows)}
-    return [places.get(chunk, len(rows)) for chunk in range(num_chunks)]
-
-
 def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
     """What groups of chunks have, in the order of all chunks.
 
     Args:
         parts: for each group `(num_chunks_of_group, ...)`, or for each layer keys and values.
-        order: see [`gathering_order`].
+        order: for each chunk its place among those of all groups, or their number where it is in none.
 
     Returns:
         `(len(order), ...)`, or for each layer keys and values; zeros for chunks that are in no group.
@@ -223,25 +211,3 @@ def _join_heads(states: Tensor, batch_size: int, order: Tensor) -> Tensor:
     heads, head_dim = states.shape[1], states.shape[3]
     rows = states.reshape(batch_size, -1, *states.shape[1:]).transpose(1, 2)
     return take_places(rows.reshape(batch_size, heads, -1, head_dim), order, dim=2)
-
-
-def memory_position_ids(slot_mask: Tensor, chunks: Chunks, counts: Sequence[int], layout: str, carrier: str) -> Tensor:
-    """Positions of the slots in the decoder (EPL, Tables 2, 3 and 13 to 15).
-
-    Args:
-        slot_mask: `(batch_size, num_slots)`, left-aligned.
-        chunks: The chunks that the slots come from.
-        counts: Slots of each chunk.
-        layout: "default", "uniform" or "enhanced".
-        carrier: "embeddings" or "key_values".
-
-    Returns:
-        `(batch_size, num_slots)`; padding slots have position 0.
-    """
-    if carrier == "embeddings" and layout != "enhanced":
-        return (slot_mask.cumsum(dim=1) - 1).clamp(min=0) * slot_mask
-    device = slot_mask.device
-    lengths, of_chunks = torch.tensor(chunks.lengths, device=device), torch.tensor(counts, device=device)
-    ids = encoder_memory_ids(lengths, of_chunks, chunks.starts, layout, max(counts))
-    joined: Any = join(ids[:, :, None], counts, chunks.chunks_per_row)[0]
-    return joined[:, :, 0] * slot_mask

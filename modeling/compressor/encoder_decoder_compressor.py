@@ -237,7 +237,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         result = Seq2SeqLMOutput(
             loss=loss,
             logits=logits,
-            **{CACHE: getattr(outputs, CACHE)},
+            **{CACHE: outputs.get(CACHE)},
             decoder_hidden_states=outputs.hidden_states,
             decoder_attentions=outputs.attentions,
             cross_attentions=outputs.cross_attentions,

@@ -344,7 +344,7 @@ class CompressorModel(CompressorBackbone):
         with self._adapter(self.language_model, DECODER):
             outputs = run_backbone(self.language_model, **inputs, **kwargs)
         if not is_cached:
-            note_cached_slots(getattr(outputs, CACHE), 0 if memory is None else memory.attention_mask.shape[1])
+            note_cached_slots(outputs.get(CACHE), 0 if memory is None else memory.attention_mask.shape[1])
         if not use_cache:
             # Some backbones hand back the cache that they were given; a field that is set cannot be taken out again.
             outputs = type(outputs)(**{name: value for name, value in outputs.items() if name != CACHE})

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from ...configuration.layer_shape import max_positions
 from ...configuration.nearest_names import nearest_name
 from ..memory.compressed_context import CompressedContext
 from ..memory.memory_validation import is_memory
@@ -230,7 +231,7 @@ def check_context_length(
     encoder_config: Any, num_positions: int, chunk_size: int | None, has_chunks: bool = True
 ) -> None:
     """Raise `ValueError`, with both lengths, unless a context or chunk fits the encoder's positions."""
-    limit = getattr(encoder_config, "max_position_embeddings", None)
+    limit = max_positions(encoder_config)
     if limit is None or num_positions <= limit:
         return
     hint = "cut the context"
@@ -332,7 +333,7 @@ def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[Com
 
 def warn_about_positions(decoder_config: Any, num_slots: int, num_text_tokens: int) -> None:
     """Warn once of slots and text that need more positions than the decoder has, where it may have learned nothing."""
-    limit = getattr(decoder_config, "max_position_embeddings", None)
+    limit = max_positions(decoder_config)
     if limit is not None and num_slots + num_text_tokens > limit:
         logger.warning_once(
             f"slots and text need more positions than the {limit} of the decoder (max_position_embeddings), and it "
