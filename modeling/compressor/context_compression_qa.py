@@ -7,6 +7,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -407,20 +408,16 @@ class ContextCompressionQAPipeline(Pipeline):
         elif documents is not None and self.model.config.compresses_questions:
             if join is True and len(documents) > 1:
                 self.check_serves_memories("so that several are not joined: ask about each of them")
-
-            def memory_of(rows: Sequence[Any], text: dict[str, Tensor]) -> CompressedContext:
-                # One ratio gives one memory.
-                return self.compress_ids(rows, ratio, allow_untrained_ratio, text)  # type: ignore[return-value]
-
-            answers = self._answers(documents, questions, batch_size, memory_of, generate_kwargs)
+            compress: Any = partial(self.compress_ids, ratio=ratio, allow_untrained_ratio=allow_untrained_ratio)
+            answers = self._answers(
+                documents, questions, batch_size, lambda rows, text: compress(rows, question=text), generate_kwargs
+            )
         else:
             for memory in self._memories(inputs, join, ratio, allow_untrained_ratio):
-
-                def rows_of(rows: Sequence[Any], _: Any, memory: CompressedContext = memory) -> CompressedContext:
-                    return memory.rows(rows)
-
-                rows = range(memory.batch_size)
-                answers += self._answers(rows, questions, batch_size, rows_of, generate_kwargs)
+                rows, rows_of = range(len(memory)), memory.rows
+                answers += self._answers(
+                    rows, questions, batch_size, lambda rows, _, of=rows_of: of(rows), generate_kwargs
+                )
         if join == LIKELIEST:
             answers = [[max(of_question, key=lambda answer: answer[1]) for of_question in zip(*answers, strict=True)]]
         reads_one = bool(join) or (inputs["reads_one"] and len(answers) == 1)
@@ -492,11 +489,8 @@ class ContextCompressionQAPipeline(Pipeline):
         for start in range(0, len(pairs), batch_size):
             batch = pairs[start : start + batch_size]
             text = padded([question for _, question in batch], self.device)
-            output = self.model.generate(
-                **text,
-                memory=memory_of([source for source, _ in batch], text),
-                **generate_kwargs,
-            )
+            memory = memory_of([source for source, _ in batch], text)
+            output = self.model.generate(**text, memory=memory, **generate_kwargs)
             if isinstance(output, Tensor):
                 answers += [(ids, 0.0) for ids in output[:, text["input_ids"].shape[1] :]]
             else:
