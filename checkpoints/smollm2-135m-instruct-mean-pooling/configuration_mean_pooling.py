@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import difflib
-import os
 from bisect import bisect_left
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, CONFIG_MAPPING, PreTrainedConfig
@@ -15,117 +13,9 @@ from transformers import AutoConfig, CONFIG_MAPPING, PreTrainedConfig
 
 # configuration/layer_shape.py
 
-# Families whose feed-forward part has no gate.
-_UNGATED = ("bert", "roberta", "xlm-roberta", "mpnet", "gpt_neox", "opt")
-
-
 def max_positions(config: PreTrainedConfig) -> int | None:
     """The most positions of a language model; `None` where its configuration names no limit."""
     return getattr(config, "max_position_embeddings", None)
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """Sizes of a transformer layer that its operations depend on.
-
-    Args:
-        hidden_size: D of Appendix G.
-        head_dim: d, size of an attention head.
-        num_heads: h^q, query heads.
-        num_key_value_heads: h^k, key/value heads.
-        intermediate_size: I, width of the feed-forward part.
-        is_gated: whether the feed-forward part has a gate, as equation 10 takes it; the first T5 and BERT have none.
-    """
-
-    hidden_size: int
-    head_dim: int
-    num_heads: int
-    num_key_value_heads: int
-    intermediate_size: int
-    is_gated: bool = True
-
-    @classmethod
-    def from_config(cls, config: PreTrainedConfig) -> LayerShape:
-        """The layer of a language model's configuration.
-
-        Raises:
-            ValueError: a configuration that does not name a layer's sizes.
-        """
-        if config.model_type == "t5":
-            heads = config.num_heads
-            return cls(config.d_model, config.d_kv, heads, heads, config.d_ff, config.is_gated_act)
-        if config.model_type == "gpt2":
-            width, heads = config.hidden_size, config.num_attention_heads
-            return cls(width, width // heads, heads, heads, config.n_inner or 4 * width, is_gated=False)
-        names = ("hidden_size", "num_attention_heads", "intermediate_size")
-        if missing := [name for name in names if getattr(config, name, None) is None]:
-            raise ValueError(f"a configuration of type {config.model_type!r} has no {', '.join(missing)}")
-        heads = config.num_attention_heads
-        return cls(
-            config.hidden_size,
-            getattr(config, "head_dim", None) or config.hidden_size // heads,
-            heads,
-            getattr(config, "num_key_value_heads", None) or heads,
-            config.intermediate_size,
-            config.model_type not in _UNGATED,
-        )
-
-    def parts(self, length: int, num_past: int = 0) -> dict[str, int]:
-        """Operations of the layer by part.
-
-        Args:
-            length: L_in, tokens that go through the layer at once.
-            num_past: tokens in front of them whose keys and values are in a cache.
-
-        Returns:
-            `qkv`, `qk`, `softmax`, `av`, `out` (equation 9), `up` and `down` (equation 10).
-        """
-        hidden, d, heads = self.hidden_size, self.head_dim, self.num_heads
-        num_keys = num_past + length
-        return {
-            "qkv": 2 * length * hidden * d * heads + 2 * 2 * length * hidden * d * self.num_key_value_heads,
-            "qk": 2 * heads * length * num_keys * d,
-            "softmax": heads * length * num_keys,
-            "av": 2 * heads * length * num_keys * d,
-            "out": 2 * length * d * heads * hidden,
-            "up": 2 * length * hidden * (2 if self.is_gated else 1) * self.intermediate_size,
-            "down": 2 * length * hidden * self.intermediate_size,
-        }
-
-    def flops(self, length: int, num_past: int = 0) -> int:
-        """Operations of the whole layer; arguments as `parts`."""
-        return sum(self.parts(length, num_past).values())
-
-    def cross_attention_flops(self, length: int, num_states: int, new_states: bool) -> int:
-        """Operations of cross-attention by equation 9, with the keys and values of an encoder's output.
-
-        Args:
-            length: decoder tokens that go through the layer at once.
-            num_states: vectors of the encoder's output.
-            new_states: whether their keys and values are still to be computed.
-        """
-        projection = 2 * self.hidden_size * self.head_dim * self.num_heads
-        keys_and_values = 2 * num_states * projection if new_states else 0
-        scores = self.num_heads * length * num_states * (2 * self.head_dim + 1 + 2 * self.head_dim)
-        return keys_and_values + 2 * length * projection + scores
-
-
-def stack_flops(config: PreTrainedConfig, length: int, num_layers: int | None = None) -> int:
-    """Operations of a stack of layers over `length` tokens at once: F^Encoder and F^LSA of equation 11.
-
-    Args:
-        config: a language model's configuration.
-        length: tokens.
-        num_layers: layers that they go through; all of the model's when `None`.
-    """
-    return LayerShape.from_config(config).flops(length) * (
-        config.num_hidden_layers if num_layers is None else num_layers
-    )
-
-
-def linear_flops(num_vectors: int, in_features: int, out_features: int) -> int:
-    """Operations of a linear map of so many vectors."""
-    return 2 * num_vectors * in_features * out_features
 
 
 # configuration/versions.py
@@ -137,11 +27,7 @@ CONFIG_SCHEMA = 2
 
 
 def check_schema(fields: dict[str, Any]) -> None:
-    """Raise a `ValueError` unless this code reads a stored configuration.
-
-    Args:
-        fields: the content of `config.json`.
-    """
+    """Raise a `ValueError` unless this code reads a stored configuration."""
     schema, written_by = fields.get("config_schema", 0), fields.get("code_version", "an unknown version")
     if schema != CONFIG_SCHEMA:
         other = "a newer" if schema > CONFIG_SCHEMA else "an older"
@@ -270,8 +156,6 @@ PROMPT_FORMATS = ("plain", "chat")
 # The task of `transformers.pipeline`, and the Auto classes whose models it can ask.
 QUESTION_ANSWERING = "context-compression-qa"
 _GENERATING = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
-# Loads what ranks documents, and has no decoder.
-RETRIEVAL_LOADER = "AutoModelForTextEncoding"
 # Longer than any context: what fits it has no limit.
 _ENDLESS = 2**40
 # What `save_pretrained` records about a checkpoint; nobody chooses these.
@@ -286,81 +170,7 @@ _RECORD = {
 
 class CompressorConfig(PreTrainedConfig):
     r"""
-    What every compressor has: a language model that decodes, one that encodes, ratios, chunks and positions.
-
-    Args:
-        decoder_config (`PreTrainedConfig` or `dict`):
-            Configuration of the language model that reads the slots.
-        encoder_config (`PreTrainedConfig` or `dict`, *optional*):
-            Configuration of an encoder with weights of its own. `None`: the encoder is the decoder's own weights (held
-            once), and adapters make the difference.
-        base_model_name_or_path (`str`, *optional*):
-            Hub repository or folder that the untouched weights come from.
-        base_model_revision (`str`, *optional*):
-            Revision of that repository.
-        encoder_name_or_path (`str`, *optional*):
-            Where an encoder with weights of its own comes from, if that is another model than the base.
-        encoder_revision (`str`, *optional*):
-            Revision of that repository.
-        encoder_tokenizer (`str`, *optional*):
-            Subfolder of the checkpoint with the tokenizer of contexts. `None`: contexts and texts have the same one.
-        compression_ratios (`int` or sequence of `int`, defaults to `(4,)`):
-            Context tokens per slot that the checkpoint is trained for, each at least 1. The first one is the default.
-        chunk_size (`int`, *optional*):
-            Context tokens per independently compressed chunk. `None`: never chunk.
-        position_layout (`str`, defaults to `"default"`):
-            `"default"`, `"uniform"` or `"enhanced"`, as in EPL, Tables 1 to 3.
-        encoder_lora (`dict`, *optional*):
-            LoRA of the encoder: `rank`, `alpha`, `dropout` and `target_modules` (`"all-linear"` or a list of module
-            names). `None`: the encoder is frozen.
-        decoder_lora (`dict`, *optional*):
-            LoRA of the decoder, likewise. `None`: the decoder is frozen.
-        shared_adapter (`bool`, defaults to `False`):
-            Whether the decoder reads with the encoder's adapter, the same weights, which get gradient from both sides.
-            Encoder and decoder are then one model, and `decoder_lora` is `encoder_lora`; another one is an adapter
-            beside it, in a stage that trains that alone.
-        slot_markers (`dict[str, int]`, *optional*):
-            How many learned vectors stand in front of each chunk's slots (`"before"`) and behind them (`"after"`),
-            such as `{"after": 1}` for a separator. Each is a place of the decoder and is kept with the memory: it
-            counts among the slots. `None`: none. They stand between embeddings with contiguous positions alone.
-        embedding_residual (`bool`, defaults to `False`):
-            Whether a slot starts as the sum of its window's token embeddings over the square root of their number, and
-            the method adds to it: z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), with W = 0
-            at the start, hidden_size x hidden_size. The decoder then reads slots within some thousand tokens of
-            training. No paper has it. Mean pooling's own W, where it has one, takes the place of this one.
-        trainable_parameters (sequence of `str`, *optional*):
-            Regular expressions, searched in parameter names, that replace the method's own trainable set. The set is
-            part of the checkpoint and is applied again when it is loaded.
-        bos_before_text (`bool`, defaults to `True`):
-            Whether a text behind slots starts with BOS where the method has no task token. Where it does not, a
-            tokenizer that the compressor is trained with puts none in front of contexts either, and a text without a
-            prompt still starts with BOS.
-        bos_before_slots (`bool`, defaults to `False`):
-            Whether a leading BOS of the text moves in front of the slots.
-        slots_after_ids (sequence of `int`, defaults to `()`):
-            Token ids behind which the slots stand, where they first occur in the text, such as those that open the
-            user's turn of a chat template. A text without them follows the slots.
-        task_token_ids (`dict[str, int]`, *optional*):
-            Ids of the method's own special tokens, such as `{"[AE]": 32000}`.
-        prompts (`dict[str, str]`, *optional*):
-            What the checkpoint was trained to read between a memory and its answer, by task; the one of
-            `"question_answering"` holds `{question}`. `None`: the method's usual ones.
-        prompt_format (`str`, defaults to `"plain"`):
-            `"plain"`: the prompt follows the memory as it is. `"chat"`: memory and prompt are the user's turn of the
-            tokenizer's chat template, and `slots_after_ids` open that turn.
-        context_prefix (`str`, defaults to `""`):
-            Text that stood in front of every document of a question in its training, such as a heading.
-        use_cache (`bool`, defaults to `True`):
-            Whether the decoder returns its key/value cache.
-        kwargs:
-            Fields of [`PreTrainedConfig`], and what `save_pretrained` records about the checkpoint: `external_weights`
-            (the base models whose weights it leaves out, or `None`), `parent_model_name_or_path` (the checkpoint that
-            it was fine-tuned from), `measured_chunks` (the most chunks of a document that its scores were measured
-            on; the pipeline warns of longer ones), `code_version` and `config_schema`.
-
-    Raises:
-        ValueError: a value is not allowed; the message names the field, the value and what is allowed.
-    """
+    What every compressor has: a language model that decodes, one that encodes, ratios, chunks and positions."""
 
     model_type = "context_compressor"
     sub_configs = {"decoder_config": AutoConfig, "encoder_config": AutoConfig}
@@ -505,19 +315,6 @@ class CompressorConfig(PreTrainedConfig):
         return cls.default_auto_map()
 
     @classmethod
-    def fields_of_encoder(
-        cls, encoder: str | os.PathLike, loading: dict[str, Any], given: Collection[str]
-    ) -> dict[str, Any]:
-        """Fields that `from_base` takes from what is published beside an encoder's weights.
-
-        Args:
-            encoder: Hub repository or folder of the encoder.
-            loading: arguments for loading from it, such as its revision.
-            given: names of the fields that its caller gives.
-        """
-        return {}
-
-    @classmethod
     def default_custom_pipelines(cls) -> dict[str, dict[str, Any]]:
         """What `transformers.pipeline` must know to ask a checkpoint with the code in its own folder."""
         loaders = [name for name in cls.default_auto_map() if name in _GENERATING]
@@ -543,10 +340,6 @@ class CompressorConfig(PreTrainedConfig):
     def auto_class(self) -> str:
         """Name of the Auto class that loads this checkpoint whole."""
         return next(name for name in self.auto_map if name not in ("AutoConfig", "AutoModel"))
-
-    def card_rows(self) -> list[tuple[str, Any]]:
-        """The method's fields that a model card names, by what it calls them."""
-        return [(title, getattr(self, name)) for name, title in self.card_fields.items()]
 
     @property
     def default_ratio(self) -> int:
@@ -668,32 +461,15 @@ class CompressorConfig(PreTrainedConfig):
         """Learned tokens that the encoder reads behind a chunk of so many tokens."""
         return 0
 
-    def chunk_flops(self, num_tokens: int, ratio: int) -> int:
-        """Operations of compressing a chunk (see `LayerShape`): the encoder's, and those of a map in front of the
-        embedding residual; a method adds those of its parts."""
-        slots = self.chunk_slots(num_tokens, ratio) if self.embedding_residual and not self.maps_slots else 0
-        total = linear_flops(slots, self.hidden_size, self.hidden_size)
-        return total + stack_flops(self.get_encoder_config(), num_tokens + self.chunk_memory_tokens(num_tokens, ratio))
-
     @property
     def markers_per_chunk(self) -> int:
         """Learned vectors around the slots of each chunk: places of the decoder beside `chunk_slots`."""
         return sum(self.slot_markers.values())
 
     def num_slots(self, num_context_tokens: int, ratio: int) -> int:
-        """Slots of a context, all chunks and their markers together: what the decoder reads in its place.
-
-        Args:
-            num_context_tokens: L.
-            ratio: r, context tokens per slot.
-        """
+        """Slots of a context, all chunks and their markers together: what the decoder reads in its place."""
         chunks = self._chunks(num_context_tokens, ratio)
         return sum(times * (self.chunk_slots(length, ratio) + self.markers_per_chunk) for length, times in chunks)
-
-    def compression_flops(self, num_context_tokens: int, ratio: int) -> int:
-        """Operations of compressing one context; arguments as `num_slots`."""
-        chunks = self._chunks(num_context_tokens, ratio)
-        return sum(times * self.chunk_flops(length, ratio) for length, times in chunks)
 
     def _chunks(self, num_context_tokens: int, ratio: int) -> list[tuple[int, int]]:
         """Lengths of a context's chunks, and how many there are of each."""
@@ -825,12 +601,3 @@ class MeanPoolingConfig(CompressorConfig):
     def maps_slots(self) -> bool:
         """See [`CompressorConfig.maps_slots`]."""
         return self.linear_after_pooling or self.normed_mlp_size is not None
-
-    def chunk_flops(self, num_tokens: int, ratio: int) -> int:
-        """Operations of the encoder, of the linear map or perceptron, and of the ratio selector."""
-        total = super().chunk_flops(num_tokens, ratio) if self.has_encoder else 0
-        slots, width = self.chunk_slots(num_tokens, ratio), self.get_encoder_config().hidden_size
-        total += linear_flops(slots, width, self.hidden_size) if self.linear_after_pooling else 0
-        if self.normed_mlp_size is not None:
-            total += linear_flops(slots, width + self.hidden_size, self.normed_mlp_size)
-        return total + (linear_flops(1, width, 1) if self.selects_ratios else 0)

@@ -8,7 +8,6 @@ import copy
 import functools
 import hashlib
 import inspect
-import io
 import itertools
 import json
 import math
@@ -32,7 +31,6 @@ from typing import Any, BinaryIO, Self
 
 import torch
 import transformers
-from huggingface_hub import ModelCardData
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -68,13 +66,24 @@ from .configuration_ranked_key_values import (
     CONFIG_SCHEMA,
     CompressorConfig,
     POSITION_LAYOUTS,
-    RETRIEVAL_LOADER,
     check_choice,
+    max_positions,
     nearest_name,
 )
 
 
-# checkpoint/base_cache.py
+# checkpoint/gguf_files.py
+
+def gguf_arguments(gguf_file: str | None) -> dict[str, Any]:
+    """What `from_pretrained` of a model takes, so that a GGUF file's weights are dequantised; nothing for `None`."""
+    if gguf_file is None:
+        return {}
+    # Libraries without this class know no other way than to dequantise.
+    settings = getattr(transformers, "GgufConfig", None)
+    return {"gguf_file": gguf_file} | ({} if settings is None else {"quantization_config": settings(dequantize=True)})
+
+
+# checkpoint/pretrained_bases.py
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 
@@ -112,31 +121,21 @@ def is_whole(folder: Path) -> bool:
     )
 
 
-# checkpoint/gguf_files.py
+# checkpoint/copied_code.py
 
-def gguf_arguments(gguf_file: str | None) -> dict[str, Any]:
-    """What `from_pretrained` of a model takes, so that a GGUF file's weights are dequantised; nothing for `None`."""
-    if gguf_file is None:
-        return {}
-    # Libraries without this class know no other way than to dequantise.
-    settings = getattr(transformers, "GgufConfig", None)
-    return {"gguf_file": gguf_file} | ({} if settings is None else {"quantization_config": settings(dequantize=True)})
-
-
-# checkpoint/remote_code.py
-
-def copy_code(model_class: type, config_class: type, folder: str | os.PathLike) -> None:
-    """Copy the files of two classes and of what they import from their folder: the `write_code` of a checkpoint."""
+def write_code(model_class: type, config_class: type, folder: str | os.PathLike) -> None:
+    """Copy the files of two classes, and of what they import from their folder, into another folder."""
     sources = [inspect.getfile(cls) for cls in (model_class, config_class)]
-    files = {file for source in sources for file in (source, *get_relative_import_files(source))}
-    _write({Path(file).stem: Path(file).read_text(encoding="utf-8") for file in files}, folder)
-
-
-def _write(texts: dict[str, str], folder: str | os.PathLike) -> None:
-    for name, text in texts.items():
-        target = Path(folder) / f"{name}.py"
+    for file in {file for source in sources for file in (source, *get_relative_import_files(source))}:
+        text = Path(file).read_text(encoding="utf-8")
+        target = Path(folder) / Path(file).name
         if not target.exists() or target.read_text(encoding="utf-8") != text:
             target.write_text(text, encoding="utf-8")
+
+
+def write_code_and_card(model_class: type, config: Any, folder: str | os.PathLike) -> None:
+    """Write what stands beside the weights: the code. Only the package writes a card."""
+    write_code(model_class, type(config), folder)
 
 
 # parts/lora.py
@@ -597,7 +596,7 @@ class Float32Linear(nn.Linear):
 # parts/cache_name.py
 
 # "cache" from version 5.24 on: the argument of its models and of `generate`, and the field of their outputs.
-CACHE = next(field_of_cache_name.name for field_of_cache_name in fields(BaseModelOutputWithPast) if field_of_cache_name.name in ("cache", "past_key_values"))
+CACHE = next(field.name for field in fields(BaseModelOutputWithPast) if field.name in ("cache", "past_key_values"))
 
 
 def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
@@ -907,18 +906,28 @@ _BESIDE_MEMORIES = {
     *("use_cache", "dtype", "torch_dtype", "quantization_config"),
     *("output_hidden_states", "output_attentions", "return_dict"),
 }
+# Of these, what changes answers.
+_BESIDE_ANSWERS = _BESIDE_MEMORIES - {
+    *("prompts", "prompt_format", "context_prefix", "restores_context_start", "bos_before_text", "eos_token_id"),
+    *("ratio_selector", "ratio_scale"),
+}
 
 
-def weights_fingerprint(model: nn.Module, stored: Mapping[str, Tensor] | None = None) -> str:
+def weights_fingerprint(model: nn.Module, of_answers: bool = False, stored: Mapping[str, Tensor] | None = None) -> str:
     """Sixteen hexadecimal digits from every value of every parameter, the same in float32 and bfloat16."""
     digest = hashlib.sha256()
+    is_reader = not of_answers and model.config.has_frozen_memories
     weights: dict[torch.device, Tensor] = {}
-    for name, parameter in _of_memories(model):
-        values = whole(_weight(model, name))
-        source = None if stored is None else stored.get(name)
-        if source is not None and source.shape == values.shape:
-            source = source.to(values.device)
-            values = source if source.to(values.dtype).equal(values) else values
+    for name, parameter in _sorted_parameters(model):
+        if is_reader and OF_THE_DECODER.search(name):
+            continue
+        owner, _, own = name.rpartition(".")
+        module = model.get_submodule(owner)
+        with at_hand(module):
+            values = whole(getattr(module, own).detach())
+        source = (stored or {}).get(name)
+        if source is not None and source.shape == values.shape and source.to(values).equal(values):
+            values = source.to(values.device)
         if values.device not in weights:
             weights[values.device] = _weights(values.device)
         sums = [_weighted_sum(chunk, weights[values.device]) for chunk in values.reshape(-1).split(_CHUNK)]
@@ -935,22 +944,9 @@ def at_hand(module: nn.Module) -> AbstractContextManager[Any]:
     return align_module_device(module)
 
 
-def _weight(model: nn.Module, name: str) -> Tensor:
-    owner, _, own = name.rpartition(".")
-    module = model.get_submodule(owner)
-    with at_hand(module):
-        return getattr(module, own).detach()
-
-
-def _of_answers(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _sorted_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters in the order of their names."""
     return sorted(model.named_parameters(), key=lambda item: item[0])
-
-
-def _of_memories(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The same without the reader's own where a stage changes no memory."""
-    is_reader = getattr(getattr(model, "config", None), "has_frozen_memories", False)
-    return [(name, p) for name, p in _of_answers(model) if not (is_reader and OF_THE_DECODER.search(name))]
 
 
 def _weights(device: torch.device) -> Tensor:
@@ -969,15 +965,11 @@ def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     return (words * weights[: len(words)]).sum()
 
 
-def settings_fingerprint(config: PreTrainedConfig) -> str:
+def settings_fingerprint(config: PreTrainedConfig, of_answers: bool = False) -> str:
     """Eight hexadecimal digits from every field of a configuration that changes slots or how they are read."""
-    settings = _settings(config, _BESIDE_MEMORIES)
-    if config.has_frozen_memories or config.shared_adapter:
+    settings = _settings(config, _BESIDE_ANSWERS if of_answers else _BESIDE_MEMORIES)
+    if not of_answers and (config.has_frozen_memories or config.shared_adapter):
         settings.pop("decoder_lora", None)
-    return _digest(settings)
-
-
-def _digest(settings: dict[str, Any]) -> str:
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -1002,7 +994,7 @@ def _usual_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
 def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
     """Runs of neighbouring values of some 16 parameters, spread over the model: (num_parameters, 2, 16) in float32."""
     kinds: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in _of_answers(model):
+    for name, parameter in _sorted_parameters(model):
         if parameter.shape[-1] >= _RUN:
             kinds.setdefault(re.sub(r"\d+", "", name), []).append(parameter)
     count = min(max(_PARAMETERS, len(kinds)), sum(map(len, kinds.values())))
@@ -1071,7 +1063,7 @@ def version(tensor: Tensor) -> tuple[Any, ...]:
 def all_weights(model: nn.Module, dtype: torch.dtype) -> str:
     """Sixteen hexadecimal digits from every bit of every parameter in a type."""
     digest = hashlib.sha256()
-    for name, parameter in _of_answers(model):
+    for name, parameter in _sorted_parameters(model):
         values = whole(parameter.detach()).to(dtype)
         digest.update(f"{name}{tuple(values.shape)}{checksum(values)}".encode())
     return digest.hexdigest()[:16]
@@ -1105,12 +1097,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 # checkpoint/peft_adapters.py
 
-_FETCHING_of_peft_adapters = {"cache_dir", "token", "local_files_only", "subfolder", "revision"}
+_SOURCE = {"cache_dir", "token", "local_files_only", "subfolder", "revision"}
 
 
 def adapter_and_model(name: str | os.PathLike, keywords: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     """Where an adapter is, if `name` is one, the compressor that it is for, and arguments for fetching the adapter."""
-    fetching = keywords.pop("adapter_kwargs", None) or {field: keywords[field] for field in _FETCHING_of_peft_adapters & set(keywords)}
+    fetching = keywords.pop("adapter_kwargs", None) or {field: keywords[field] for field in _SOURCE & set(keywords)}
     adapter, model, fetching = maybe_load_adapters(name, keywords, **fetching)
     if adapter is not None and fetching.get("revision") == keywords.get("revision"):
         keywords.pop("revision", None)
@@ -1466,7 +1458,7 @@ DECODER_BASE, ENCODER_BASE = "decoder", "encoder"
 DOWNLOAD_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token")
 # Of what `from_pretrained` takes, what says which files of a repository are the model.
 _PLACE_FIELDS = ("subfolder", "gguf_file")
-_RECORD_of_base_weights = "_context_compressor_base"
+_RECORD = "_context_compressor_base"
 _HEAD = "lm_head.weight"
 
 
@@ -1563,15 +1555,14 @@ class BaseRecord:
         return checksum(narrowed) == totals[dtype] and checksum(narrowed.to(tensor.dtype)) == checksum(tensor)
 
 
-def remember_base(model: nn.Module, record: BaseRecord | None) -> None:
+def remember_base(model: PreTrainedModel, record: BaseRecord | None) -> None:
     """Keep a record with a model, or forget the one that it has."""
-    backbone = getattr(model, "model", model)
-    backbone.__dict__[_RECORD_of_base_weights] = record
+    model.base_model.__dict__[_RECORD] = record
 
 
-def base_record(model: nn.Module) -> BaseRecord | None:
+def base_record(model: PreTrainedModel) -> BaseRecord | None:
     """The record that is kept with a model, or with the model that it is the backbone of."""
-    return getattr(model, "model", model).__dict__.get(_RECORD_of_base_weights)
+    return model.base_model.__dict__.get(_RECORD)
 
 
 def stored_weights(name: str | os.PathLike, variant: str | None = None, **download: Any) -> dict[str, Tensor]:
@@ -1620,7 +1611,7 @@ def load_bases(
                 f"loaded: download it, where a network is, with {fetching}, which keeps it on this machine, let the "
                 f"Hub be reached, or {advice} ({error})"
             ) from error
-        _check_base(model, place, wanted, entry, shown)
+        _check_same_base(model, place, wanted, entry, shown)
         found[base] = base_tensors(model)
     return found
 
@@ -1636,7 +1627,7 @@ def load_base(
     return AutoModel.from_pretrained(place, config=wanted, dtype="auto", **loading)
 
 
-def _check_base(
+def _check_same_base(
     model: PreTrainedModel,
     place: str | os.PathLike,
     wanted: PreTrainedConfig,
@@ -1696,33 +1687,6 @@ def merge(
             of_the_base.add(name)
     of_the_base |= {name for name, other in tied.items() if other in of_the_base}
     return {**merged, **own}, of_the_base
-
-
-def share_weights(target: PreTrainedModel, source: nn.Module, copied: bool = False) -> None:
-    """Put the parameters and buffers of `source` into `target`, whose linear maps may be inside LoRA layers."""
-    modules = dict(target.named_modules())
-    num_layers = target.config.num_hidden_layers
-    for path, module in source.named_modules():
-        layer = re.match(r"layers\.(\d+)(\.|$)", path)
-        if layer and int(layer[1]) >= num_layers:
-            continue
-        if path not in modules:
-            raise ValueError(f"the base has {path!r}, which the model of `encoder_config` lacks: take the base's own")
-        # A LoRA layer keeps the map that it adapts in `base_layer`.
-        destination: Any = getattr(modules[path], "base_layer", modules[path])
-        for name, parameter in module._parameters.items():
-            wanted = destination._parameters.get(name)
-            if parameter is not None and (wanted is None or wanted.shape != parameter.shape):
-                shape = None if wanted is None else tuple(wanted.shape)
-                raise ValueError(
-                    f"{path}.{name} is {tuple(parameter.shape)} in the base and {shape} in the model of "
-                    "`encoder_config`: take the base's own"
-                )
-            if copied and parameter is not None:
-                parameter = nn.Parameter(parameter.detach().clone())
-            destination._parameters[name] = parameter
-        for name, buffer in module._buffers.items():
-            destination._buffers[name] = buffer.clone() if copied and buffer is not None else buffer
 
 
 # parts/prompting.py
@@ -1990,7 +1954,7 @@ def coarser_memory(memory: Any, ratio: int) -> Any:
     is_nested = memory.coarsest_ratios is not None and not isinstance(memory.ratio, int)
     if not is_nested and bool((torch.as_tensor(memory.ratio) == ratio).all()):
         return memory
-    _check_ratio(memory, ratio)
+    _check_coarser_ratio(memory, ratio)
     # Slots of one chunk have one position.
     places = memory.position_ids
     chunks = (places.diff(dim=1, prepend=places[:, :1]) != 0).cumsum(dim=1)
@@ -2015,7 +1979,7 @@ def coarser_memory(memory: Any, ratio: int) -> Any:
     )
 
 
-def _check_ratio(memory: Any, ratio: int) -> None:
+def _check_coarser_ratio(memory: Any, ratio: int) -> None:
     finest = int(torch.as_tensor(memory.ratio).max()) if len(memory) else 1
     if memory.coarsest_ratios is None:
         raise ValueError(
@@ -2219,181 +2183,9 @@ def _file_digest(file: BinaryIO, header_bytes: bytes, match: re.Match) -> str:
     return digest.hexdigest()
 
 
-# checkpoint/checkpoint_card.py
-
-_LOADING = """\
-from transformers import {auto_class}, AutoTokenizer
-
-name = "{place}"  # this repository, or a local copy of it
-model = {auto_class}.from_pretrained(name{trust})
-tokenizer = AutoTokenizer.from_pretrained(name)"""
-_GENERATION = """\
-memory = model.compress(**{document_tokenizer}(document, return_tensors="pt"), ratio={ratio})  # once
-memory.save("document.safetensors")  # keep it
-answer = model.generate(**{question}, memory=memory, max_new_tokens=32)"""
-# Where a document is compressed together with its question.
-_WITH_QUESTION = """\
-context = {document_tokenizer}(document, return_tensors="pt").input_ids
-asked = {question}  # the document is compressed together with its question
-answer = model.generate(**asked, context_input_ids=context, ratio={ratio}, max_new_tokens=32)"""
-# The template's tokens stand around the slots: the pipeline puts them there.
-_IN_CHAT = """\
-pipe = model.question_answering(tokenizer)
-memory = pipe.compress(document, ratio={ratio})  # once
-memory.save("document.safetensors")  # keep it
-answer = pipe(question, memory=memory)["answer"]"""
-_IN_CHAT_WITH_QUESTION = """\
-pipe = model.question_answering(tokenizer)
-answer = pipe(question, context=document, ratio={ratio})["answer"]  # the document is compressed with its question"""
-_RETRIEVAL = """\
-options = {{"padding": True, "truncation": True, "max_length": 512, "return_tensors": "pt"}}
-found = model.encode(**tokenizer(documents, **options), ratio={ratio})
-asked = model.encode(**tokenizer(queries, **options), ratio={ratio})
-scores = model.score(*asked.to_tuple(), *found.to_tuple())  # (queries, documents): Chamfer similarity, MaxSim
-best = scores.argmax(dim=1)  # the document that answers each query best"""
-_QUESTION = 'tokenizer(question, return_tensors="pt")'
-# The task token takes BOS's place.
-_QUESTION_BEHIND_TASK_TOKEN = 'tokenizer("[LM]" + question, add_special_tokens=False, return_tensors="pt")'
-
-
-def write_first_card(config: CompressorConfig, folder: str | os.PathLike) -> None:
-    """Write a card without data, scores and limits into `folder`, unless there is one."""
-    from huggingface_hub import ModelCardData
-
-    path = Path(folder) / "README.md"
-    if not path.exists():
-        title = type(config).__name__.removesuffix("Config") + " compressor"
-        metadata = ModelCardData(library_name="transformers", **hub_fields(config))
-        text = card_text(metadata, title, summary_of(config), facts(config), usage(config, "."))
-        path.write_text(text, encoding="utf-8")
-
-
-def card_text(metadata: ModelCardData, title: str, summary: str, facts: Sequence[tuple[str, Any]], *rest: str) -> str:
-    """A card: what the Hub reads at its top, a title, a summary, a table of facts, and further sections."""
-    from huggingface_hub import ModelCard
-
-    table = "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in facts)])
-    text = "\n\n".join([f"# {title}", summary, f"**This checkpoint**\n\n{table}", *rest])
-    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}\n"))
-
-
-def hub_fields(config: CompressorConfig) -> dict[str, Any]:
-    """The fields of a compressor for the Hub: its base and its tags."""
-    # On the Hub the base of a fine-tuned model is the model that it was fine-tuned from.
-    names = (config.parent_model_name_or_path, config.base_model_name_or_path)
-    kind = "late-interaction" if config.auto_class == RETRIEVAL_LOADER else "soft-prompt"
-    return {
-        "base_model": next((name for name in names if is_hub_id(name)), None),
-        "tags": ["context-compression", kind, config.method.replace("_", "-")],
-    }
-
-
-def summary_of(config: CompressorConfig) -> str:
-    """What a compressor is, in a sentence."""
-    method, every = config.method.replace("_", " "), _every(sorted(config.compression_ratios))
-    if config.auto_class == RETRIEVAL_LOADER:
-        return (
-            f"A retrieval model ({method}): queries and documents become one vector for {every}, compared by Chamfer "
-            "similarity (MaxSim)."
-        )
-    base = f" on {public_name(config.base_model_name_or_path)}" if config.base_model_name_or_path else ""
-    of_what = "memory token" if config.num_memory_tokens else "place"
-    kept = f"the keys and values of one {of_what}" if config.carrier == "key_values" else "one vector"
-    return (
-        f"A soft context compressor ({method}){base}: it reads a long context once, keeps {kept} for {every}, and "
-        "answers from those."
-    )
-
-
-def facts(config: CompressorConfig) -> list[tuple[str, Any]]:
-    """What a compressor is, by name; the method's own fields are those of its `card_fields`."""
-    has_decoder = config.auto_class != RETRIEVAL_LOADER
-    decoder = _adapters(config.decoder_adapter)
-    if config.shared_adapter:
-        decoder = "the encoder's adapter" + (f", and {decoder}" if config.decoder_adapter else "")
-    rows = [
-        ("Base model", _base(config)),
-        ("Fine-tuned from", config.parent_model_name_or_path),
-        ("Method", config.method.replace("_", " ")),
-        ("Compression ratios", ", ".join(map(str, sorted(config.compression_ratios)))),
-        ("Default ratio", config.default_ratio if len(config.compression_ratios) > 1 else None),
-        ("Chunk size", f"{config.chunk_size} tokens" if config.chunk_size else "none: the context is read whole"),
-        ("Position layout", config.position_layout),
-        ("Encoder", _adapters(config.encoder_lora)),
-        ("Decoder", decoder if has_decoder else None),
-        ("Learned vectors around each chunk's slots", config.markers_per_chunk or None),
-        *config.card_rows(),
-    ]
-    return [(name, value) for name, value in rows if value is not None]
-
-
-def usage(config: CompressorConfig, place: str) -> str:
-    """The section on a compressor's use, with code that runs."""
-    if config.auto_class == RETRIEVAL_LOADER:
-        code = _RETRIEVAL
-    elif config.prompt_format == "chat":
-        code = _IN_CHAT_WITH_QUESTION if config.compresses_questions else _IN_CHAT
-    else:
-        code = _WITH_QUESTION if config.compresses_questions else _GENERATION
-    code = code.format(
-        document_tokenizer="tokenizer" if config.encoder_tokenizer is None else "model.encoder_tokenizer",
-        question=_QUESTION_BEHIND_TASK_TOKEN if config.task_token_ids else _QUESTION,
-        ratio=config.default_ratio,
-    )
-    needed = " and `peft`" if config.encoder_lora or config.decoder_lora else ""
-    keeps_memories = config.auto_class != RETRIEVAL_LOADER and not config.compresses_questions
-    size = " A memory is far larger than its text: it saves reading, not disk space." if keeps_memories else ""
-    return (
-        f"{usage_section(config.auto_class, place, ', trust_remote_code=True', code)}\n\n"
-        f"It needs `transformers`{needed}. The code of the model is in this repository.{size}"
-    )
-
-
-def usage_section(auto_class: str, place: str, trust: str = "", code: str = "") -> str:
-    """The section on a model's use: how it is loaded, and what follows."""
-    loading = _LOADING.format(auto_class=auto_class, place=place, trust=trust)
-    return "## Use\n\n```python\n" + "\n\n".join(filter(None, [loading, code])) + "\n```"
-
-
-def is_hub_id(name: str | None) -> bool:
-    """Whether a model's name is a repository on the Hub; a folder on somebody's machine means nothing to a reader."""
-    return name is not None and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not os.path.isdir(name)
-
-
-def public_name(name: str) -> str:
-    """A name without where it is on this machine: a Hub id, a path inside the checkout, or a path's last part."""
-    if Path(name).is_absolute() or name.startswith((".", "~")) or ".." in Path(name).parts:
-        return Path(name).expanduser().resolve().name
-    return name.rstrip("/")
-
-
-def _base(config: CompressorConfig) -> str:
-    name = config.base_model_name_or_path
-    if not name:
-        return "none: trained from the start"
-    shown = public_name(name) + (f", revision {config.base_model_revision}" if config.base_model_revision else "")
-    if config.external_weights is None:
-        return shown
-    if is_hub_id(name):
-        return f"{shown}, whose weights are fetched from there"
-    return f"{shown}, whose weights are not in this folder; pass its own as `base_model` when loading"
-
-
-def _every(ratios: Sequence[int]) -> str:
-    """What there is one vector for, in words: "every 2, 4 or 8 tokens", "each token"."""
-    *first, last = map(str, ratios)
-    if not first and last == "1":
-        return "each token"
-    return "every " + (f"{', '.join(first)} or {last}" if first else last) + " tokens"
-
-
-def _adapters(lora: dict[str, Any] | None) -> str:
-    return "no adapters" if lora is None else f"LoRA, rank {lora['rank']}, alpha {lora['alpha']:g}"
-
-
 # memory/memory_validation.py
 
-_INTEGER_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_ID_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def is_memory(value: Any) -> bool:
@@ -2415,7 +2207,7 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     shapes |= {name: shape for name, shape in optional.items() if getattr(memory, name) is not None}
     for name, shape in shapes.items():
         tensor = getattr(memory, name)
-        if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGER_DTYPES:
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _ID_DTYPES:
             raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} to fit the {memory.carrier}, got {tuple(tensor.shape)}")
@@ -2562,12 +2354,164 @@ def rotated(keys: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(keys.dtype)
 
 
-# checkpoint/light_checkpoints.py
+# checkpoint/checkpoints.py
 
-# Of two configurations' sources: what `from_pretrained` fetches a checkpoint's files with.
+# What `from_pretrained` fetches a checkpoint's files with.
 _FETCHING = (*DOWNLOAD_ARGUMENTS, "proxies", "revision", "subfolder")
 # Arguments of `from_pretrained` that are also fields of every configuration.
 _NOT_FIELDS = {"dtype", "quantization_config"}
+
+
+def load_checkpoint(
+    model_class: Any,
+    load: Callable[..., Any],
+    name: str | os.PathLike,
+    places: dict[str, str | os.PathLike | None],
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+) -> Any:
+    """Load a checkpoint; result and errors as of `CompressorPreTrainedModel.from_pretrained`."""
+    wants_info = keywords.pop("output_loading_info", False)
+    adapter_name = keywords.pop("adapter_name", "default")
+    adapter, name, adapter_source = adapter_and_model(name, keywords)
+    config = _stored_config(model_class, name, keywords)
+    if config.external_weights:
+        model, info = load_light(model_class, load, name, config, places, keywords)
+    else:
+        if any(place is not None for place in places.values()):
+            logger.warning(f"{name} holds all its weights: the base model that was given is not used")
+        model, info = load(name, *arguments, output_loading_info=True, **keywords)
+        # Other files than safetensors are not looked at.
+        with suppress(OSError):
+            source = {"variant": keywords.get("variant"), **fetching_arguments(keywords)}
+            name_as_stored(model, lambda: stored_weights(name, **source))
+    # The library names no adapters among the missing keys; those that it offloads have no place either.
+    is_whole = getattr(model, "hf_device_map", None) is None
+    missing = {key for key, parameter in model.named_parameters() if is_whole and parameter.is_meta}
+    missing |= set(info["missing_keys"])
+    if isinstance(keywords.get("config"), PreTrainedConfig):
+        missing -= _started_adapter(model, missing)
+    if missing:
+        raise ValueError(
+            f"{name} lacks {len(missing)} weights of {model_class.__name__}, the first is {min(missing)!r}; it was "
+            "saved from another class or is incomplete"
+        )
+    model.apply_trainable_set()
+    if model.config.encoder_tokenizer is not None:
+        model.encoder_tokenizer = load_encoder_tokenizer(name, model.config.encoder_tokenizer, keywords)
+        model.base_model.take_from_tokenizer(model.encoder_tokenizer)
+    # The folder may be gone when the model is saved.
+    sums = {key: checksum(parameter) for key, parameter in model.named_parameters() if parameter.requires_grad}
+    model.__dict__["_loaded_from"] = (shown_name(name), sums)
+    if adapter is not None and not model._hf_peft_config_loaded:
+        model.load_adapter(adapter, adapter_name, adapter_kwargs=adapter_source)
+    return (model, info) if wants_info else model
+
+
+def _started_adapter(model: Any, missing: set[str]) -> set[str]:
+    """Give the decoder's adapter its start values where the caller's configuration has one and no file does."""
+    names = {key for key in missing if OF_THE_DECODER.search(key)}
+    for key in names:
+        path, _, own = key.rpartition(".")
+        # The library leaves what it finds in no file without a place.
+        empty = torch.empty_like(model.get_parameter(key), device=model.device, dtype=torch.float32)
+        setattr(model.get_submodule(path), own, nn.Parameter(empty))
+    if names:
+        initialize_lora(model, (DECODER,))
+    return names
+
+
+def _stored_config(model_class: Any, name: str | os.PathLike, keywords: dict[str, Any]) -> PreTrainedConfig:
+    config, rest = keywords.get("config"), {}
+    if not isinstance(config, PreTrainedConfig):
+        # The library's `from_pretrained` would make this class's configuration of any other one's fields.
+        source = name if config is None else config
+        config, rest = model_class.config_class.get_config_dict(source, **fetching_arguments(keywords))
+    found = config.get("model_type") if isinstance(config, dict) else config.model_type
+    own = model_class.config_class.model_type
+    if found not in (None, own):
+        raise ValueError(
+            f"{name} is of the model type {found!r}, {model_class.__name__} loads {own!r}: a checkpoint loads with "
+            "its own class or an Auto class, a base model with `from_base`"
+        )
+    return model_class.config_class.from_dict(config, **rest) if isinstance(config, dict) else config
+
+
+def save_checkpoint(
+    model: Any,
+    save: Callable[..., None],
+    save_directory: str | os.PathLike,
+    state_dict: dict[str, torch.Tensor] | None,
+    save_dtype: torch.dtype | str | None,
+    include_base: bool | None,
+    arguments: dict[str, Any],
+) -> None:
+    """Write a checkpoint's folder; arguments and errors as `CompressorPreTrainedModel.save_pretrained`."""
+    dtype = getattr(torch, save_dtype, None) if isinstance(save_dtype, str) else save_dtype
+    if save_dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise ValueError(f"`save_dtype` must be a floating-point dtype or its name, got {save_dtype!r}")
+    check_adapters(model)
+    # A dictionary of its own: the library takes out what it has written.
+    state = dict(model.state_dict() if state_dict is None else state_dict)
+    parent, sums = model.__dict__.get("_loaded_from", (None, {}))
+    if any(key in state and checksum(state[key]) != known for key, known in sums.items()):
+        model.config.parent_model_name_or_path = parent
+    model.config.auto_map = model.auto_map()
+    model.config.code_version, model.config.config_schema = CODE_VERSION, CONFIG_SCHEMA
+    record = base_to_leave_out(model, include_base)
+    model.config.external_weights = None if record is None else record.entries
+    if record is not None:
+        state = record.without_base(state, {key for key, p in model.named_parameters() if p.requires_grad})
+    if dtype is not None:
+        state = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in state.items()}
+        # A tied weight stays one: two copies would both be stored.
+        tied = model.all_tied_weights_keys.items()
+        state |= {key: state[source] for key, source in tied if key in state and source in state}
+    is_changed = state_dict is not None or record is not None or dtype is not None
+    with nullcontext() if record is None else without_quantizer(model):
+        save(save_directory, state_dict=state if is_changed else None, **arguments)
+    if arguments.get("is_main_process", True):
+        write_code_and_card(_written_class(model), model.config, save_directory)
+        if model.encoder_tokenizer is not None:
+            model.encoder_tokenizer.save_pretrained(Path(save_directory) / model.config.encoder_tokenizer)
+
+
+def upload_checkpoint(
+    model: Any,
+    repo_id: str,
+    token: str | bool | None,
+    private: bool | None,
+    revision: str | None,
+    saving: dict[str, Any],
+    commit: dict[str, Any],
+) -> str:
+    """Save and upload; arguments and result as `CompressorPreTrainedModel.push_to_hub`."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, **saving)
+        # The library's `push_to_hub` would put an empty template in the place of either card.
+        kept = ["README.md"] if api.file_exists(repo_id, "README.md", revision=revision) else None
+        commit.setdefault("commit_message", f"Upload {type(model).__name__}")
+        return str(
+            api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, ignore_patterns=kept, **commit)
+        )
+
+
+def _written_class(model: nn.Module) -> type:
+    """The class that somebody wrote: FSDP gives a model that it shares out one of its own, derived from that."""
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    return type(model)
+
+
+# --- light checkpoints ---
 
 
 def fetching_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -2624,7 +2568,7 @@ def name_as_stored(model: PreTrainedModel, load_stored: Callable[[], Mapping[str
     if not any(p.dtype == torch.float16 for p in parameters) or any(p.is_meta for p in parameters):
         return
     stored = {own_name(key): tensor for key, tensor in load_stored().items()}
-    backbone = getattr(model, "model", model)
+    backbone = model.base_model
     backbone._stored_fingerprints = {weights_fingerprint(backbone): weights_fingerprint(backbone, stored=stored)}
 
 
@@ -2647,21 +2591,6 @@ def base_to_leave_out(model: PreTrainedModel, include_base: bool | None) -> Base
     return record
 
 
-def remember_start(model: PreTrainedModel, name: str | os.PathLike) -> None:
-    """Keep what tells, when the model is saved, whether it has been trained since, and from what."""
-    trains = [(key, parameter) for key, parameter in model.named_parameters() if parameter.requires_grad]
-    # A run that goes on from its own checkpoint has the parent that it had. The folder may be gone when it is saved.
-    parent = None if (Path(name) / "trainer_state.json").is_file() else shown_name(name)
-    model.__dict__["_start"] = (parent, {key: checksum(parameter) for key, parameter in trains})
-
-
-def note_parent(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> None:
-    """Name the checkpoint that the model was loaded from as its parent, if it has been trained since."""
-    parent, sums = model.__dict__.get("_start", (None, {}))
-    if parent is not None and any(key in state and checksum(state[key]) != total for key, total in sums.items()):
-        model.config.parent_model_name_or_path = parent
-
-
 @contextmanager
 def without_quantizer(model: Any) -> Iterator[None]:
     """Save what is not quantized as if nothing were: the library would ask the quantizer for the weights instead."""
@@ -2675,55 +2604,6 @@ def without_quantizer(model: Any) -> Iterator[None]:
             model.hf_quantizer = quantizer
         if settings is not None:
             model.config.quantization_config = settings
-
-
-# memory/served_memory.py
-
-def check_served_form(carrier: str, position_layout: str) -> None:
-    """Raise `ValueError` if a server of the decoder alone cannot read memories of this form; it says why."""
-    if carrier != "embeddings":
-        raise ValueError(
-            "servers take embeddings only, and memories of this kind are keys and values of every layer: their own "
-            "compressor alone can read them"
-        )
-    if position_layout == "enhanced":
-        raise ValueError(
-            "servers number embeddings 0, 1, 2, ..., and under the position layout 'enhanced' slots stand where their "
-            "tokens stood: only contiguous positions can be served"
-        )
-
-
-def served_slots(memory: Any) -> Tensor:
-    """The slots of a memory of one row, `(num_slots, hidden_size)`, for a server of the decoder alone."""
-    if memory.batch_size != 1:
-        raise ValueError(f"a prompt has one memory, this one has {memory.batch_size} rows: choose with `rows`")
-    check_served_form(memory.carrier, memory.position_layout)
-    memory = memory.dequantize() if memory.quantization else memory
-    check_memory_fields(memory, finite=True)
-    return memory.embeddings[0, memory.attention_mask[0].bool()]
-
-
-def prompt_of(memory: Any, tokenizer: Any, messages: Any, model: Any, encoding: str | None) -> Tensor | str:
-    """See `CompressedContext.to_prompt_embeds`."""
-    if encoding not in (None, "base64"):
-        raise ValueError(f"encoding must be None or 'base64', got {encoding!r}")
-    if messages is not None and tokenizer is None:
-        raise ValueError("a text needs the tokenizer that was saved with the checkpoint, got None")
-    if model is None:
-        model = None if memory.maker is None else memory.maker()
-    if model is None and messages is not None:
-        name = f"; it is {memory.model_id}" if memory.model_id else ""
-        raise ValueError(
-            "a memory holds no embeddings for text, and the compressor that made this one is not known here: "
-            f"name it, to_prompt_embeds(tokenizer, messages, model){name}"
-        )
-    embeds = served_slots(memory) if model is None else model.prompt_embeds(memory, tokenizer, messages)
-    if encoding is None:
-        return embeds
-    file = io.BytesIO()
-    # A copy: `torch.save` writes the whole storage that a slice is taken from.
-    torch.save(embeds.detach().cpu().contiguous().clone(), file)
-    return base64.b64encode(file.getvalue()).decode("ascii")
 
 
 # memory/memory_concatenation.py
@@ -2908,207 +2788,6 @@ def _common_ratio(memories: Sequence[Memory], num_tokens: Tensor, num_slots: Ten
         return rows[0]
     num_slots = num_slots.clamp(min=1)
     return ((num_tokens + num_slots - 1) // num_slots).clamp(min=1)
-
-
-# checkpoint/checkpoints.py
-
-def load_checkpoint(
-    model_class: Any,
-    load: Callable[..., Any],
-    name: str | os.PathLike | None,
-    base_model: str | os.PathLike | None,
-    encoder_base_model: str | os.PathLike | None,
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
-) -> Any:
-    """A checkpoint's model; arguments, result and errors as `CompressorPreTrainedModel.from_pretrained`."""
-    wants_info = keywords.pop("output_loading_info", False)
-    places = {DECODER_BASE: base_model, ENCODER_BASE: encoder_base_model}
-    adapter, adapter_name = None, keywords.pop("adapter_name", "default")
-    adapter_source: dict[str, Any] = {}
-    if name is not None:
-        adapter, name, adapter_source = adapter_and_model(name, keywords)
-    config = None if name is None else _stored_config(model_class, name, keywords)
-    if name is not None and config is not None and config.external_weights:
-        model, info = load_light(model_class, load, name, config, places, keywords)
-    else:
-        if base_model is not None or encoder_base_model is not None:
-            logger.warning(f"{name} holds all its weights: the base model that was given is not used")
-        model, info = load(name, *arguments, output_loading_info=True, **keywords)
-        if name is not None:
-            variant = keywords.get("variant")
-            # Other files than safetensors are not looked at.
-            with suppress(OSError):
-                name_as_stored(model, lambda: stored_weights(name, variant, **fetching_arguments(keywords)))
-    started = _started_adapter(model, name, keywords)
-    # The library names no adapters among the missing keys; those that it offloads have no place either.
-    is_whole = getattr(model, "hf_device_map", None) is None
-    unplaced = {key for key, parameter in model.named_parameters() if is_whole and parameter.is_meta}
-    missing = sorted(unplaced.union(info["missing_keys"]) - started)
-    if missing:
-        raise ValueError(
-            f"{name} lacks {len(missing)} weights of {model_class.__name__}, the first is {missing[0]!r}; it was "
-            "saved from another class or is incomplete"
-        )
-    model.apply_trainable_set()
-    if name is not None and model.config.encoder_tokenizer is not None:
-        model.encoder_tokenizer = load_encoder_tokenizer(name, model.config.encoder_tokenizer, keywords)
-        model.base_model.take_from_tokenizer(model.encoder_tokenizer)
-    if name is not None:
-        remember_start(model, name)
-    if adapter is not None and not model._hf_peft_config_loaded:
-        model.load_adapter(adapter, adapter_name, adapter_kwargs=adapter_source)
-    return (model, info) if wants_info else model
-
-
-def _started_adapter(model: Any, name: str | os.PathLike | None, keywords: dict[str, Any]) -> set[str]:
-    """Start the decoder's adapter where the given configuration has one that the stored one has not."""
-    wanted = model.config.decoder_adapter
-    if name is None or wanted is None or not isinstance(keywords.get("config"), PreTrainedConfig):
-        return set()
-    stored = type(model.config).from_pretrained(name, **fetching_arguments(keywords))
-    if stored.decoder_adapter is not None:
-        return set()
-    names = {key for key, _ in model.named_parameters() if OF_THE_DECODER.search(key)}
-    for key in names:
-        path, _, own = key.rpartition(".")
-        # The library leaves what it finds in no file without a place.
-        empty = torch.empty_like(model.get_parameter(key), device=model.device, dtype=torch.float32)
-        setattr(model.get_submodule(path), own, nn.Parameter(empty))
-    initialize_lora(model, (DECODER,))
-    return names
-
-
-def _stored_config(model_class: Any, name: str | os.PathLike, kwargs: dict[str, Any]) -> PreTrainedConfig:
-    given = kwargs.get("config")
-    if isinstance(given, PreTrainedConfig):
-        _check_model_type(model_class, name, given.model_type)
-        return given
-    # The library's `from_pretrained` would make this class's configuration of any other one's fields.
-    source = name if given is None else given
-    fields, rest = model_class.config_class.get_config_dict(source, **fetching_arguments(kwargs))
-    _check_model_type(model_class, name, fields.get("model_type"))
-    return model_class.config_class.from_dict(fields, **rest)
-
-
-def _check_model_type(model_class: Any, name: str | os.PathLike, found: str | None) -> None:
-    own = model_class.config_class.model_type
-    if found not in (None, own):
-        raise ValueError(
-            f"{name} is of the model type {found!r}, {model_class.__name__} loads {own!r}: a checkpoint loads with "
-            "its own class or an Auto class, a base model with `from_base`"
-        )
-
-
-def save_checkpoint(
-    model: Any,
-    save: Callable[..., None],
-    save_directory: str | os.PathLike,
-    is_main_process: bool,
-    state_dict: dict[str, torch.Tensor] | None,
-    save_dtype: torch.dtype | str | None,
-    include_base: bool | None,
-    arguments: dict[str, Any],
-) -> None:
-    """Write a checkpoint's folder; arguments and errors as `CompressorPreTrainedModel.save_pretrained`."""
-    dtype = _storage_type(save_dtype)
-    refuse_links_out(save_directory, None if model.encoder_tokenizer is None else model.config.encoder_tokenizer)
-    check_adapters(model)
-    # A dictionary of its own: the library takes out what it has written.
-    state = dict(model.state_dict() if state_dict is None else state_dict)
-    note_parent(model, state)
-    model.config.auto_map = model.auto_map()
-    model.config.code_version, model.config.config_schema = CODE_VERSION, CONFIG_SCHEMA
-    record = base_to_leave_out(model, include_base)
-    model.config.external_weights = None if record is None else record.entries
-    if record is not None:
-        state = record.without_base(state, {key for key, p in model.named_parameters() if p.requires_grad})
-    if dtype is not None:
-        state = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in state.items()}
-        # A tied weight stays one: two copies would both be stored.
-        tied = model.all_tied_weights_keys.items()
-        state |= {key: state[source] for key, source in tied if key in state and source in state}
-    with nullcontext() if record is None else without_quantizer(model):
-        save(
-            save_directory,
-            is_main_process=is_main_process,
-            state_dict=None if state_dict is None and record is None and dtype is None else state,
-            **arguments,
-        )
-    if is_main_process:
-        copy_code(_written_class(model), type(model.config), save_directory)
-        write_first_card(model.config, save_directory)
-        if model.encoder_tokenizer is not None:
-            model.encoder_tokenizer.save_pretrained(Path(save_directory) / model.config.encoder_tokenizer)
-
-
-def refuse_links_out(folder: str | os.PathLike, subfolder: str | None = None) -> None:
-    """Refuse a folder with a link to a file outside of it, which saving would write through."""
-    folder = Path(folder)
-    files = [path for path in folder.glob("*") if not path.is_dir()]
-    files += [] if subfolder is None else [folder / subfolder, *(folder / subfolder).glob("*")]
-    for path in sorted(files):
-        # `Path.resolve` raises where a link leads to itself.
-        target = Path(os.path.realpath(path))
-        if not target.is_relative_to(os.path.realpath(folder)):
-            raise ValueError(f"{path} is a link out of the folder, and saving would write to {target}")
-
-
-def upload_checkpoint(
-    model: PreTrainedModel,
-    repo_id: str,
-    saving: dict[str, Any],
-    *,
-    commit_message: str | None = None,
-    commit_description: str | None = None,
-    private: bool | None = None,
-    token: str | bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    tags: list[str] | None = None,
-) -> str:
-    """Save and upload; arguments and result as `CompressorPreTrainedModel.push_to_hub`, `saving` for saving."""
-    from huggingface_hub import HfApi, ModelCard
-
-    api = HfApi(token=token)
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    if revision is not None and not create_pr:
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder, **saving)
-        card_path = Path(folder) / "README.md"
-        # The library's `push_to_hub` would put an empty template in its place.
-        if api.file_exists(repo_id, card_path.name, revision=revision):
-            card_path.unlink()
-        elif tags:
-            card = ModelCard.load(card_path)
-            card.data.tags = list(dict.fromkeys([*card.data.tags, *tags]))
-            card.save(card_path)
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            commit_message=commit_message or f"Upload {type(model).__name__}",
-            commit_description=commit_description,
-            revision=revision,
-            create_pr=create_pr,
-        )
-    return str(commit)
-
-
-def _storage_type(name: torch.dtype | str | None) -> torch.dtype | None:
-    dtype = getattr(torch, name, None) if isinstance(name, str) else name
-    if name is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise ValueError(f"`save_dtype` must be a floating-point dtype or its name, got {name!r}")
-    return dtype
-
-
-def _written_class(model: nn.Module) -> type:
-    """The class that somebody wrote: FSDP gives a model that it shares out one of its own, derived from that."""
-    if torch.distributed.is_available():
-        from torch.distributed.fsdp import FSDPModule
-
-        return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-    return type(model)
 
 
 # memory/compressed_context.py
@@ -3332,16 +3011,6 @@ class CompressedContext:
         """The rows of several memories as one batch, in order, each with its own slots."""
         return stack_memories(memories)
 
-    def to_prompt_embeds(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        messages: str | Sequence[Mapping[str, str]] | None = None,
-        model: Any = None,
-        encoding: str | None = None,
-    ) -> Tensor | str:
-        """Memory and text as one prompt of embeddings, for a server of the decoder alone (vLLM's `prompt_embeds`)."""
-        return prompt_of(self, tokenizer, messages, model, encoding)
-
     def _replace(self, fields: dict, function: Callable[[Tensor], Tensor]) -> CompressedContext:
         """A copy with other `fields`, and with `function` applied to everything that has one entry for each row."""
         names = ["attention_mask", "position_ids", "num_context_tokens"]
@@ -3435,12 +3104,6 @@ def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
     return (places < torch.tensor(counts, device=device)[:, None]).long()
 
 
-def gathering_order(rows: Sequence[int], num_chunks: int) -> list[int]:
-    """The place of each chunk among `rows`; chunks that are not in `rows` have the place behind them."""
-    places = {row: place for place, row in enumerate(rows)}
-    return [places.get(chunk, len(rows)) for chunk in range(num_chunks)]
-
-
 def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
     """What groups of chunks have, in the order of all chunks."""
     first = parts[0]
@@ -3504,17 +3167,6 @@ def _join_heads(states: Tensor, batch_size: int, order: Tensor) -> Tensor:
     heads, head_dim = states.shape[1], states.shape[3]
     rows = states.reshape(batch_size, -1, *states.shape[1:]).transpose(1, 2)
     return take_places(rows.reshape(batch_size, heads, -1, head_dim), order, dim=2)
-
-
-def memory_position_ids(slot_mask: Tensor, chunks: Chunks, counts: Sequence[int], layout: str, carrier: str) -> Tensor:
-    """Positions of the slots in the decoder (EPL, Tables 2, 3 and 13 to 15)."""
-    if carrier == "embeddings" and layout != "enhanced":
-        return (slot_mask.cumsum(dim=1) - 1).clamp(min=0) * slot_mask
-    device = slot_mask.device
-    lengths, of_chunks = torch.tensor(chunks.lengths, device=device), torch.tensor(counts, device=device)
-    ids = encoder_memory_ids(lengths, of_chunks, chunks.starts, layout, max(counts))
-    joined: Any = join(ids[:, :, None], counts, chunks.chunks_per_row)[0]
-    return joined[:, :, 0] * slot_mask
 
 
 # compressor/context_compression_qa.py
@@ -3583,15 +3235,8 @@ class ContextCompressionQAPipeline(Pipeline):
             )
         if (question is None) == (messages is None):
             raise ValueError("give either `question` or `messages`")
-        batch_size = self._checked_batch_size(kwargs.pop("batch_size", None))
-        inputs = {
-            "question": question,
-            "messages": messages,
-            "context": context,
-            "memory": memory,
-            "batch_size": batch_size,
-        }
-        return super().__call__(inputs, **kwargs)
+        inputs = {"question": question, "messages": messages, "context": context, "memory": memory}
+        return super().__call__(inputs | {"batch_size": self._size(kwargs.pop("batch_size", None))}, **kwargs)
 
     def compress(
         self,
@@ -3603,7 +3248,7 @@ class ContextCompressionQAPipeline(Pipeline):
         show_progress_bar: bool = False,
     ) -> CompressedContext | list[CompressedContext]:
         """Compress texts as the checkpoint was trained to read them, in batches of similar length."""
-        batch_size = self._checked_batch_size(batch_size)
+        batch_size = self._size(batch_size)
         self.check_max_tokens(max_tokens)
         self.check_serves_memories("a memory without one answers nothing: ask about the document itself")
         rows = [cut_passages(row, max_tokens) for row in self._passages(documents, max_tokens)]
@@ -3641,29 +3286,21 @@ class ContextCompressionQAPipeline(Pipeline):
         if question is not None:
             asked = {f"question_{name}": tensor for name, tensor in question.items()}
         passages = [[row] if not row or isinstance(row[0], int) else row for row in rows]
-        self._warn_about_length(passages)
-        if any(len(row) > 1 for row in passages):
-            asked["chunk_lengths"] = [[len(passage) for passage in row] for row in passages]
-        rows = [[token for passage in row for token in passage] for row in passages]
-        with torch.no_grad():
-            return self.model.compress(
-                **padded(rows, self.device), ratio=ratio, allow_untrained_ratio=allow_untrained_ratio, **asked
-            )
-
-    def _warn_about_length(self, documents: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Warn once of a document, a list of passages, with more chunks than the checkpoint was measured on."""
         size, measured = self.model.config.chunk_size, self.model.config.measured_chunks
-        if size is None or measured is None:
-            return
-        most = max(sum(math.ceil(len(passage) / size) for passage in passages) for passages in documents)
-        if most > measured:
+        most = max(sum(math.ceil(len(passage) / (size or math.inf)) for passage in row) for row in passages)
+        if measured is not None and most > measured:
             logger.warning_once(
                 f"a document has {most} chunks of {size} tokens, and this checkpoint was measured on {measured} at "
                 "most: answers may be worse; find the passages that matter first, and give only those"
             )
+        if any(len(row) > 1 for row in passages):
+            asked["chunk_lengths"] = [[len(passage) for passage in row] for row in passages]
+        ids = padded([[token for passage in row for token in passage] for row in passages], self.device)
+        with torch.no_grad():
+            return self.model.compress(**ids, ratio=ratio, allow_untrained_ratio=allow_untrained_ratio, **asked)
 
     def check_serves_memories(self, otherwise: str) -> None:
-        """Refuse what needs memories that answer any question."""
+        """Raise `ValueError`, and say what to do otherwise, if a document is compressed with its question."""
         if self.model.config.compresses_questions:
             raise ValueError(
                 "this checkpoint compresses a document together with its question (`question_placement='encoder'`), "
@@ -3671,7 +3308,7 @@ class ContextCompressionQAPipeline(Pipeline):
             )
 
     def check_max_tokens(self, max_tokens: int | None) -> None:
-        """Refuse a limit that leaves nothing of a document behind what stands in front of it, such as BOS."""
+        """Raise `ValueError` if a limit leaves nothing of a document behind what opens it, such as BOS."""
         check_max_tokens(self.model.config, self._document_tokenizer, max_tokens)
 
     def document_ids(self, documents: str | Sequence[str | Sequence[str]], most: int | None = None) -> list[list[int]]:
@@ -3723,19 +3360,14 @@ class ContextCompressionQAPipeline(Pipeline):
         check_generation(generate_kwargs)
         if isinstance(ratio, (list, tuple)) or (isinstance(ratio, Tensor) and ratio.dim()):
             raise ValueError(f"`ratio` must be a single one, got {ratio}: a question is asked at one ratio at a time")
-        if full_text is not None and not isinstance(full_text, bool):
-            raise TypeError(f"`full_text` must be True or False, got {full_text!r}")
         if not isinstance(join, bool) and join not in (None, LIKELIEST):
             raise ValueError(f"`join` must be True, False or {LIKELIEST!r}, got {join!r}")
         if full_text and ratio is not None:
             raise ValueError(f"`full_text` compresses nothing: leave out the `ratio`, {ratio!r}")
         read = {"prompt": prompt, "max_tokens": max_tokens, "join": join, "full_text": full_text}
-        given = {"join": join, "ratio": ratio, "allow_untrained_ratio": allow_untrained_ratio}
-        return (
-            {name: value for name, value in read.items() if value is not None},
-            {**{name: value for name, value in given.items() if value is not None}, **generate_kwargs},
-            {},
-        )
+        asked = {"join": join, "ratio": ratio, "allow_untrained_ratio": allow_untrained_ratio}
+        read, asked = ({k: v for k, v in fields.items() if v is not None} for fields in (read, asked))
+        return read, asked | generate_kwargs, {}
 
     def preprocess(
         self,
@@ -3748,7 +3380,7 @@ class ContextCompressionQAPipeline(Pipeline):
         """Turn texts into token ids and files into memories."""
         self.check_max_tokens(max_tokens)
         name = "context" if inputs["memory"] is None else "memory"
-        sources, reads_one = _listed_of_context_compression_qa(name, inputs[name])
+        sources, reads_one = _as_list(name, inputs[name])
         if name == "memory":
             self.check_serves_memories("so that no memory is asked here: give the document, `context`")
         rows: list[Any] = [None]
@@ -3778,21 +3410,18 @@ class ContextCompressionQAPipeline(Pipeline):
         """Token ids of questions or conversations, behind a document's if these are given; and whether it was one."""
         config, tokenizer = self.model.config, self._question_tokenizer
         if messages is None:
-            questions, asks_one = _listed_of_context_compression_qa("question", question)
+            questions, asks_one = _as_list("question", question)
             check_texts("question", questions)
             if document is not None:
                 return [full_context_ids(config, tokenizer, document, text, prompt) for text in questions], asks_one
             return [question_ids(config, tokenizer, text, prompt) for text in questions], asks_one
         if prompt is not None:
             raise ValueError("`prompt` is what a `question` stands in: leave it out beside `messages`")
-        conversations, _ = _listed_of_context_compression_qa("messages", messages)
+        conversations, _ = _as_list("messages", messages)
         asks_one = isinstance(conversations[0], Mapping)
         if asks_one:
             conversations = [conversations]
-        for conversation in conversations:
-            if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, Mapping) for m in conversation):
-                raise TypeError(f"`messages` must be messages with `role` and `content`, got {conversation!r}")
-            check_texts("messages", [message.get("content") for message in conversation])
+        check_texts("messages", [message.get("content") for messages in conversations for message in messages])
         return [message_ids(config, tokenizer, messages, document) for messages in conversations], asks_one
 
     def _forward(
@@ -3814,20 +3443,16 @@ class ContextCompressionQAPipeline(Pipeline):
         elif documents is not None and self.model.config.compresses_questions:
             if join is True and len(documents) > 1:
                 self.check_serves_memories("so that several are not joined: ask about each of them")
-
-            def memory_of(rows: Sequence[Any], text: dict[str, Tensor]) -> CompressedContext:
-                # One ratio gives one memory.
-                return self.compress_ids(rows, ratio, allow_untrained_ratio, text)  # type: ignore[return-value]
-
-            answers = self._answers(documents, questions, batch_size, memory_of, generate_kwargs)
+            compress: Any = partial(self.compress_ids, ratio=ratio, allow_untrained_ratio=allow_untrained_ratio)
+            answers = self._answers(
+                documents, questions, batch_size, lambda rows, text: compress(rows, question=text), generate_kwargs
+            )
         else:
             for memory in self._memories(inputs, join, ratio, allow_untrained_ratio):
-
-                def rows_of(rows: Sequence[Any], _: Any, memory: CompressedContext = memory) -> CompressedContext:
-                    return memory.rows(rows)
-
-                rows = range(memory.batch_size)
-                answers += self._answers(rows, questions, batch_size, rows_of, generate_kwargs)
+                rows, rows_of = range(len(memory)), memory.rows
+                answers += self._answers(
+                    rows, questions, batch_size, lambda rows, _, of=rows_of: of(rows), generate_kwargs
+                )
         if join == LIKELIEST:
             answers = [[max(of_question, key=lambda answer: answer[1]) for of_question in zip(*answers, strict=True)]]
         reads_one = bool(join) or (inputs["reads_one"] and len(answers) == 1)
@@ -3869,13 +3494,11 @@ class ContextCompressionQAPipeline(Pipeline):
             memories = [self._memory_class.concatenate(rows) if len(rows) > 1 else rows[0]]
         return memories
 
-    def _checked_batch_size(self, given: int | None) -> int:
-        batch_size = (self._batch_size or BATCH_SIZE) if given is None else given
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int):
-            raise TypeError(f"`batch_size` must be an int, got {batch_size!r}")
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` must be 1 or more, got {batch_size}")
-        return batch_size
+    def _size(self, batch_size: int | None) -> int:
+        size = (self._batch_size or BATCH_SIZE) if batch_size is None else batch_size
+        if size < 1:
+            raise ValueError(f"`batch_size` must be 1 or more, got {size}")
+        return size
 
     def _answers(
         self,
@@ -3891,11 +3514,8 @@ class ContextCompressionQAPipeline(Pipeline):
         for start in range(0, len(pairs), batch_size):
             batch = pairs[start : start + batch_size]
             text = padded([question for _, question in batch], self.device)
-            output = self.model.generate(
-                **text,
-                memory=memory_of([source for source, _ in batch], text),
-                **generate_kwargs,
-            )
+            memory = memory_of([source for source, _ in batch], text)
+            output = self.model.generate(**text, memory=memory, **generate_kwargs)
             if isinstance(output, Tensor):
                 answers += [(ids, 0.0) for ids in output[:, text["input_ids"].shape[1] :]]
             else:
@@ -3921,7 +3541,7 @@ def _check_documents(texts: Sequence[Any]) -> None:
     check_texts("context", [p for text in texts for p in (text if isinstance(text, (list, tuple)) else [text])])
 
 
-def _listed_of_context_compression_qa(name: str, value: Any) -> tuple[list[Any], bool]:
+def _as_list(name: str, value: Any) -> tuple[list[Any], bool]:
     """One thing or several as a list, and whether it was one."""
     if isinstance(value, (list, tuple)):
         if not value:
@@ -3931,17 +3551,14 @@ def _listed_of_context_compression_qa(name: str, value: Any) -> tuple[list[Any],
 
 
 def check_generation(given: Mapping[str, Any]) -> None:
-    """Refuse what gives several answers to a question, or more than its tokens."""
+    """Raise `ValueError` if arguments of `generate`, or a `generation_config` among them, ask for several answers to a
+    question, or for more than its tokens."""
     own = given.get("generation_config")
-    # What a configuration leaves open is `None`; what an argument says holds.
-    asked = {name: value for name, value in ({} if own is None else own.to_dict()).items() if value is not None}
-    asked |= given
-    if (number := asked.get("num_return_sequences", 1)) != 1:
+    asked = {**({} if own is None else own.to_dict()), **given}
+    if (number := asked.get("num_return_sequences") or 1) != 1:
         raise ValueError(f"`num_return_sequences` must be 1, got {number}: a question has one answer")
-    if (value := asked.get("return_dict_in_generate", False)) not in (False, None):
-        raise ValueError(
-            f"`return_dict_in_generate` must be false, got {value}: an answer is its text; call the model's `generate`"
-        )
+    if asked.get("return_dict_in_generate"):
+        raise ValueError("`return_dict_in_generate` must be False: an answer is its text; call the model's `generate`")
 
 
 def with_defaults(given: Mapping[str, Any], max_new_tokens: int, pad_token_id: int | None) -> dict[str, Any]:
@@ -3960,6 +3577,249 @@ def with_defaults(given: Mapping[str, Any], max_new_tokens: int, pad_token_id: i
         del defaults["max_new_tokens"]
     own.update(**{name: value for name, value in defaults.items() if getattr(own, name) is None})
     return {**given, "generation_config": own}
+
+
+# compressor/validation.py
+
+_KEYWORDS = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "cache",
+    "past_key_values",
+    "labels",
+    "context_input_ids",
+    "context_attention_mask",
+    "context_chunk_lengths",
+    "memory",
+    "ratio",
+    "use_cache",
+    "text_position_offset",
+    "logits_to_keep",
+)
+# Some methods ask for memory by the ratio, however short the context is.
+_MAX_RATIO = 65_536
+
+
+@dataclass
+class TokenRows:
+    """Token ids with their mask; `lengths` come with [`check_together`]."""
+
+    name: str
+    input_ids: Tensor
+    attention_mask: Tensor
+    vocab_size: int | None = None
+    task_token_ids: Mapping[str, int] = field(default_factory=dict)
+    needs_tokens: bool = False
+    passages: list[list[int]] | None = None
+    lengths: list[int] = field(default_factory=list)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are no pads."""
+        return all(length == self.input_ids.shape[1] for length in self.lengths)
+
+
+def token_rows(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    name: str = "input_ids",
+    *,
+    vocab_size: int | None = None,
+    task_token_ids: Mapping[str, int] | None = None,
+    needs_tokens: bool = False,
+    chunk_lengths: Any = None,
+) -> TokenRows:
+    """Check the shapes of ids and mask; a mask of ones where none is given."""
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(f"`{name}` must be a tensor of token ids, got {type(input_ids).__name__}")
+    shape = tuple(input_ids.shape)
+    if len(shape) != 2 or not shape[0]:
+        raise ValueError(f"`{name}` must have shape (batch_size, num_tokens) with at least one row, got {shape}")
+    if attention_mask is None:
+        mask = torch.ones_like(input_ids, dtype=torch.long)
+    elif tuple(attention_mask.shape) != shape:
+        name = name.replace("input_ids", "attention_mask")
+        raise ValueError(f"`{name}` must have the shape of the ids, {shape}, got {tuple(attention_mask.shape)}")
+    else:
+        mask = (attention_mask != 0).long().to(input_ids.device)
+    passages = None
+    if chunk_lengths is not None:
+        rows = chunk_lengths.tolist() if isinstance(chunk_lengths, Tensor) else chunk_lengths
+        passages = [[length for length in row if length] for row in rows]
+        if len(passages) != shape[0]:
+            name = name.replace("input_ids", "chunk_lengths")
+            raise ValueError(f"`{name}` must have {shape[0]} rows, as many as the ids, got {len(passages)}")
+    return TokenRows(name, input_ids, mask, vocab_size, task_token_ids or {}, needs_tokens, passages)
+
+
+def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]:
+    """Check the values of all inputs by one wait for the device, and note the lengths of their rows."""
+    facts, unknown = [], []
+    for rows in inputs:
+        ids, real = rows.input_ids, rows.attention_mask.bool()
+        is_unknown = real & ((ids < 0) | (ids >= (rows.vocab_size or torch.iinfo(ids.dtype).max)))
+        for task_id in rows.task_token_ids.values():
+            is_unknown = is_unknown & (ids != task_id)
+        unknown.append(is_unknown)
+        facts += [rows.attention_mask.sum(dim=1), is_unknown.any()[None]]
+        rows.input_ids = ids.masked_fill(~real, 0)
+    facts += [tensor[None] for tensor in also]
+    values = torch.cat([tensor.to(device=facts[0].device, dtype=torch.long) for tensor in facts]).tolist()
+    for rows, is_unknown in zip(inputs, unknown, strict=True):
+        num_rows = len(rows.input_ids)
+        rows.lengths, has_unknown, values = values[:num_rows], values[num_rows], values[num_rows + 1 :]
+        if rows.needs_tokens and 0 in rows.lengths:
+            raise ValueError(
+                f"`{rows.name}` has no token in row {rows.lengths.index(0)}: the text needs at least one token, such "
+                "as BOS"
+            )
+        if has_unknown:
+            first = int(rows.input_ids[is_unknown][0])
+            own = f" or one of the task tokens {dict(rows.task_token_ids)}" if rows.task_token_ids else ""
+            raise ValueError(
+                f"`{rows.name}` has the token id {first}, which is outside the vocabulary of {rows.vocab_size} tokens"
+                f"{own}; is the tokenizer the one of this checkpoint?"
+            )
+        for row, lengths in enumerate(rows.passages or ()):
+            if sum(lengths) != rows.lengths[row] or min(lengths, default=0) < 0:
+                name = rows.name.replace("input_ids", "chunk_lengths")
+                raise ValueError(f"`{name}` must add up to the {rows.lengths[row]} tokens of row {row}, got {lengths}")
+    return values
+
+
+def cached_text_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) -> Tensor:
+    """The mask of a text whose first tokens are in a cache, `(batch_size, num_cached + num_new_tokens)`."""
+    shape = (len(input_ids), num_cached + input_ids.shape[1])
+    if mask is None:
+        return input_ids.new_ones(shape, dtype=torch.long)
+    if tuple(mask.shape) != shape:
+        raise ValueError(
+            "with a cache, `attention_mask` must cover the text in the cache and the new text, "
+            f"(batch_size, num_text_tokens) = {shape}, got {tuple(mask.shape)}"
+        )
+    return (mask != 0).long()
+
+
+def check_ratios(ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> list[Any]:
+    """Ratios as ints or LongTensors `(batch_size,)`; `None` becomes the first trained one."""
+    if not ratios:
+        raise ValueError(f"`ratio` is an empty list; the checkpoint has the ratios {sorted(trained)}")
+    checked: list[Any] = []
+    for ratio in ratios:
+        ratio = trained[0] if ratio is None else ratio
+        if isinstance(ratio, Tensor) and ratio.dim():
+            if tuple(ratio.shape) != (len(input_ids),):
+                raise ValueError(
+                    f"`ratio` must be an int or have one value for each of the {len(input_ids)} rows, got shape "
+                    f"{tuple(ratio.shape)}"
+                )
+            ratio = ratio.to(device=input_ids.device, dtype=torch.long)
+            values = set(ratio.tolist())
+        else:
+            ratio = ratio.item() if isinstance(ratio, Tensor) else ratio
+            if not isinstance(ratio, int):
+                raise TypeError(
+                    "`ratio` must be an int, a LongTensor or a list of ints ('auto' needs a checkpoint with a ratio "
+                    f"selector), got {ratio!r}"
+                )
+            values = {ratio}
+        for value in sorted(values):
+            if not 1 <= value <= max(_MAX_RATIO, *trained):
+                raise ValueError(f"`ratio` must be from 1 to {_MAX_RATIO}, got {value}")
+            if value not in trained and not allow_untrained:
+                raise ValueError(
+                    f"this checkpoint was not trained for the ratio {value}; it has {sorted(trained)} "
+                    "(compress(..., allow_untrained_ratio=True) goes on nevertheless)"
+                )
+        checked.append(ratio)
+    return checked
+
+
+def check_context_length(
+    encoder_config: Any, num_positions: int, chunk_size: int | None, has_chunks: bool = True
+) -> None:
+    """Raise `ValueError`, with both lengths, unless a context or chunk fits the encoder's positions."""
+    limit = max_positions(encoder_config)
+    if limit is None or num_positions <= limit:
+        return
+    hint = "cut the context"
+    if has_chunks and chunk_size is None:
+        hint = "set `chunk_size` in the configuration, or cut the context"
+    elif has_chunks and chunk_size is not None and num_positions < 2 * chunk_size:
+        # A single chunk is too long.
+        hint = f"set a `chunk_size` below {chunk_size} in the configuration, or cut the context"
+    raise ValueError(
+        f"the context needs {num_positions} positions, the encoder has {limit} (max_position_embeddings): {hint}"
+    )
+
+
+def check_keywords(keywords: Mapping[str, Any]) -> None:
+    """Raise `TypeError` for misspelt keywords of `forward`, which the language model would swallow."""
+    for name in keywords:
+        nearest = nearest_name(name.lower(), _KEYWORDS, similarity=0.8)
+        if nearest is not None and name not in _KEYWORDS:
+            raise TypeError(f"unexpected argument {name!r}; did you mean {nearest!r}?")
+
+
+def check_source(
+    context_input_ids: Tensor | None,
+    memory: CompressedContext | None,
+    ratio: Any,
+    mask: Any,
+    chunk_lengths: Any = None,
+) -> None:
+    """Check that a text stands behind a context, with its ratio, mask and passages, or behind a memory."""
+    if context_input_ids is not None:
+        if memory is not None:
+            raise ValueError("give either `context_input_ids` or `memory`, not both")
+        return
+    for name, value in (("context_attention_mask", mask), ("context_chunk_lengths", chunk_lengths)):
+        if value is not None:
+            raise ValueError(f"`{name}` belongs to `context_input_ids`, which are not given")
+    if ratio is None:
+        return
+    if memory is None:
+        raise ValueError(f"`ratio` is {ratio}, but no context is compressed: give `context_input_ids`")
+    if isinstance(ratio, str) or not bool((torch.as_tensor(memory.ratio).cpu() == torch.as_tensor(ratio).cpu()).all()):
+        coarser = "" if memory.coarsest_ratios is None else ", or give `memory.at_ratio(ratio)` if it is coarser"
+        raise ValueError(
+            f"`memory` was compressed at ratio {memory.ratio}, `ratio` is {ratio}: leave `ratio` out{coarser}"
+        )
+
+
+def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContext:
+    """The memory, one row for each text row, on the model's device and of its dtype."""
+    if not is_memory(memory):
+        raise TypeError(f"`memory` must be a CompressedContext, as `compress` returns it, got {type(memory).__name__}")
+    if not model.made(memory):
+        maker = f"the model {memory.model_id}" if memory.model_id else "another model, in training mode"
+        raise ValueError(f"`memory` was made by {maker}, not by this one, {model.model_id}")
+    num_texts = len(input_ids)
+    if memory.batch_size not in (1, num_texts):
+        raise ValueError(f"`memory` has {memory.batch_size} rows, `input_ids` has {num_texts}")
+    if (memory.device, memory.dtype) != (input_ids.device, model.dtype):
+        # Checks that no value is beyond what the model's type can hold.
+        memory = memory.to(device=input_ids.device, dtype=model.dtype)
+    return memory if memory.batch_size == num_texts else memory.repeat_interleave(num_texts)
+
+
+def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[CompressedContext, bool, int]:
+    """Check a text and the memory in front of it by one wait for the device."""
+    memory = check_memory(memory, model, text.input_ids)
+    longest = (memory.num_slots + text.attention_mask.sum(dim=1)).max()
+    all_real, longest = check_together(text, also=[memory.attention_mask.all(), longest])
+    return memory, bool(all_real), longest
+
+
+def warn_about_positions(decoder_config: Any, num_slots: int, num_text_tokens: int) -> None:
+    """Warn once of slots and text that need more positions than the decoder has, where it may have learned nothing."""
+    limit = max_positions(decoder_config)
+    if limit is not None and num_slots + num_text_tokens > limit:
+        logger.warning_once(
+            f"slots and text need more positions than the {limit} of the decoder (max_position_embeddings), and it "
+            "may not read what lies behind them: take a higher ratio, or join fewer memories"
+        )
 
 
 # memory/key_value_memory.py
@@ -4126,431 +3986,10 @@ def check_sliding_window(config: Any, num_slots: int, num_text_tokens: int) -> N
         )
 
 
-# compressor/validation.py
-
-_KEYWORDS = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "cache",
-    "past_key_values",
-    "labels",
-    "context_input_ids",
-    "context_attention_mask",
-    "context_chunk_lengths",
-    "memory",
-    "ratio",
-    "use_cache",
-    "text_position_offset",
-    "logits_to_keep",
-)
-# Some methods ask for memory by the ratio, however short the context is.
-_MAX_RATIO = 65_536
-
-
-def check_ids(name: str, ids: Tensor) -> None:
-    """Token ids must be rows of int64 or int32; whether the vocabulary has them is for [`check_together`]."""
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-        found = getattr(ids, "dtype", type(ids).__name__)
-        raise TypeError(f"`{name}` must be a tensor of integer token ids, int64 or int32, got {found}")
-    if ids.dim() != 2:
-        raise ValueError(f"`{name}` must have shape (batch_size, num_tokens), got {tuple(ids.shape)}")
-    if not len(ids):
-        raise ValueError(f"`{name}` is an empty batch, of shape {tuple(ids.shape)}: give at least one row")
-
-
-@dataclass
-class TokenRows:
-    """Token ids with their mask; `lengths` and checked values come with [`check_together`]."""
-
-    name: str
-    input_ids: Tensor
-    attention_mask: Tensor
-    vocab_size: int | None = None
-    task_token_ids: Mapping[str, int] = field(default_factory=dict)
-    needs_tokens: bool = False
-    lengths: list[int] = field(default_factory=list)
-    borders: Tensor | None = None
-    passages: list[list[int]] | None = None
-    targets: Tensor | None = None
-
-    @property
-    def is_full(self) -> bool:
-        """Whether there are no pads."""
-        return all(length == self.input_ids.shape[1] for length in self.lengths)
-
-    def unknown(self) -> Tensor:
-        """Where a real token is neither in the vocabulary nor a task token, bool of the ids' shape."""
-        ids = self.input_ids
-        if self.vocab_size is None:
-            return torch.zeros_like(ids, dtype=torch.bool)
-        unknown = ((ids < 0) | (ids >= self.vocab_size)) & self.attention_mask.bool()
-        for task_id in self.task_token_ids.values():
-            unknown = unknown & (ids != task_id)
-        return unknown
-
-    def has_wrong_targets(self) -> Tensor:
-        """Whether a label is neither in the vocabulary nor -100, without dimensions."""
-        if self.targets is None or self.vocab_size is None:
-            return torch.zeros((), dtype=torch.bool, device=self.input_ids.device)
-        return _wrong_targets(self.targets, self.vocab_size).any()
-
-
-def token_rows(
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    name: str = "input_ids",
-    *,
-    vocab_size: int | None = None,
-    task_token_ids: Mapping[str, int] | None = None,
-    needs_tokens: bool = False,
-) -> TokenRows:
-    """Check types and shapes of ids and mask; a mask of ones where none is given."""
-    check_ids(name, input_ids)
-    mask, mask_name = attention_mask, name.replace("input_ids", "attention_mask")
-    if mask is None:
-        mask = torch.ones_like(input_ids, dtype=torch.long)
-    elif tuple(mask.shape) != tuple(input_ids.shape):
-        raise ValueError(
-            f"`{mask_name}` must have the shape of `{name}`, {tuple(input_ids.shape)}, got {tuple(mask.shape)}"
-        )
-    elif mask.dtype == torch.bool:
-        mask = mask.long().to(input_ids.device)
-    else:
-        mask = torch.where((mask == 0) | (mask == 1), (mask == 1).long(), -1).to(input_ids.device)
-    return TokenRows(name, input_ids, mask, vocab_size, task_token_ids or {}, needs_tokens)
-
-
-def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]:
-    """Check the values of all inputs by one wait for the device, and note the lengths of their rows."""
-    device = inputs[0].input_ids.device
-    facts = [tensor[None] for tensor in also]
-    for rows in reversed(inputs):
-        mask = rows.attention_mask
-        borders = [] if rows.borders is None else [rows.borders.reshape(-1)]
-        flags = [rows.unknown().any()[None], (mask < 0).any()[None], rows.has_wrong_targets()[None]]
-        facts = [mask.sum(dim=1), *flags, *borders, *facts]
-    values = torch.cat([tensor.to(device=device, dtype=torch.long) for tensor in facts]).tolist()
-    for rows in inputs:
-        num_rows = len(rows.input_ids)
-        rows.lengths, (has_unknown, is_wrong, has_wrong_target) = values[:num_rows], values[num_rows : num_rows + 3]
-        values = values[num_rows + 3 :]
-        if rows.borders is not None:
-            size = rows.borders.shape[1]
-            given = [values[row * size : (row + 1) * size] for row in range(len(rows.input_ids))]
-            values = values[rows.borders.numel() :]
-            rows.passages = _checked_passages(rows, given)
-        if is_wrong:
-            raise ValueError(
-                f"`{rows.name.replace('input_ids', 'attention_mask')}` must hold ones for real tokens and zeros for "
-                "pads, and it holds other values (an additive mask, with -inf at pads, is none of these)"
-            )
-        if rows.needs_tokens and 0 in rows.lengths:
-            raise ValueError(
-                f"`{rows.name}` has no token in row {rows.lengths.index(0)}: the text needs at least one token, such "
-                "as BOS"
-            )
-        if has_unknown:
-            found, own = int(rows.input_ids[rows.unknown()][0]), dict(rows.task_token_ids)
-            also_known = f" or one of the task tokens {own}" if own else ""
-            raise ValueError(
-                f"`{rows.name}` has the token id {found}, which is outside the vocabulary of {rows.vocab_size} tokens"
-                f"{also_known}; is the tokenizer the one of this checkpoint?"
-            )
-        if has_wrong_target and rows.targets is not None and rows.vocab_size is not None:
-            check_targets(rows.targets, rows.vocab_size)
-        rows.input_ids = rows.input_ids.masked_fill(rows.attention_mask == 0, 0)
-    return values
-
-
-def check_targets(targets: Tensor, vocab_size: int) -> None:
-    """Check labels by a wait for the device of their own, where they do not go with rows of [`check_together`]."""
-    wrong = targets[_wrong_targets(targets, vocab_size)].tolist()
-    if wrong:
-        raise ValueError(f"`labels` must be -100 or ids of the vocabulary of {vocab_size} tokens, and hold {wrong[0]}")
-
-
-def _wrong_targets(targets: Tensor, vocab_size: int) -> Tensor:
-    return ((targets < 0) & (targets != -100)) | (targets >= vocab_size)
-
-
-def _checked_passages(rows: TokenRows, given: list[list[int]]) -> list[list[int]]:
-    name = rows.name.replace("input_ids", "chunk_lengths")
-    for row, (lengths, num_tokens) in enumerate(zip(given, rows.lengths, strict=True)):
-        if min(lengths, default=0) < 0 or sum(lengths) != num_tokens:
-            raise ValueError(
-                f"`{name}` must be 0 or more and say where each token of a context is, got {lengths} in row {row}, "
-                f"which has {num_tokens} tokens"
-            )
-    return [[length for length in lengths if length] for lengths in given]
-
-
-def passage_borders(name: str, chunk_lengths: Any, input_ids: Tensor) -> Tensor | None:
-    """Lengths of passages as a tensor on the device of the contexts; `None` where there are none."""
-    if chunk_lengths is None:
-        return None
-    if not isinstance(chunk_lengths, Tensor):
-        width = max(map(len, chunk_lengths), default=0)
-        chunk_lengths = torch.tensor([[*row, *[0] * (width - len(row))] for row in chunk_lengths], dtype=torch.long)
-    if chunk_lengths.dim() != 2 or len(chunk_lengths) != len(input_ids):
-        raise ValueError(
-            f"`{name}` must have shape (batch_size, num_passages) with {len(input_ids)} rows, got "
-            f"{tuple(chunk_lengths.shape)}"
-        )
-    return chunk_lengths.to(input_ids.device)
-
-
-def check_cached_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) -> Tensor:
-    """The mask of a text whose first tokens are in the cache, as a LongTensor; all ones where none is given."""
-    check_ids("input_ids", input_ids)
-    shape = (input_ids.shape[0], num_cached + input_ids.shape[1])
-    if mask is None:
-        return torch.ones(shape, dtype=torch.long, device=input_ids.device)
-    if tuple(mask.shape) != shape:
-        raise ValueError(
-            "with a cache, `attention_mask` must cover the text in the cache and the new text, "
-            f"(batch_size, num_text_tokens) = {shape}, got {tuple(mask.shape)}"
-        )
-    return (mask != 0).long()
-
-
-def check_no_new_pads(mask: Tensor, num_new: int) -> None:
-    """Refuse pads among the new tokens behind a filled cache: they would stand between two of a row's tokens."""
-    if not bool(mask[:, -num_new:].all()):
-        raise ValueError(
-            f"pads among the {num_new} tokens behind a filled cache would stand between two tokens of a row: give all "
-            "rows as many, each row with a cache of its own, or the whole text without a cache"
-        )
-
-
-def check_ratios(ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> list[Any]:
-    """Ratios as ints or LongTensors `(batch_size,)`; `None` becomes the first trained one."""
-    if not ratios:
-        raise ValueError(f"`ratio` is an empty list; the checkpoint has the ratios {sorted(trained)}")
-    return [_check_ratio_of_validation(ratio, trained, input_ids, allow_untrained) for ratio in ratios]
-
-
-def _check_ratio_of_validation(ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> int | Tensor:
-    if ratio is None:
-        return trained[0]
-    if isinstance(ratio, Tensor) and ratio.dim():
-        if tuple(ratio.shape) != (input_ids.shape[0],):
-            raise ValueError(
-                f"`ratio` must be an int or have one value for each of the {input_ids.shape[0]} rows, got shape "
-                f"{tuple(ratio.shape)}"
-            )
-        ratio = ratio.to(device=input_ids.device, dtype=torch.long)
-        values = set(ratio.tolist())
-    else:
-        ratio = ratio.item() if isinstance(ratio, Tensor) else ratio
-        if not isinstance(ratio, int):
-            raise TypeError(
-                "`ratio` must be an int, a LongTensor or a list of ints ('auto' needs a checkpoint with a ratio "
-                f"selector), got {ratio!r}"
-            )
-        values = {ratio}
-    for value in sorted(values):
-        if not 1 <= value <= max(_MAX_RATIO, *trained):
-            raise ValueError(f"`ratio` must be from 1 to {_MAX_RATIO}, got {value}")
-        if value not in trained and not allow_untrained:
-            raise ValueError(
-                f"this checkpoint was not trained for the ratio {value}; it has {sorted(trained)} "
-                "(compress(..., allow_untrained_ratio=True) goes on nevertheless)"
-            )
-    return ratio
-
-
-def check_context_length(
-    encoder_config: PreTrainedConfig, num_positions: int, chunk_size: int | None, has_chunks: bool = True
-) -> None:
-    """A context, or chunk, must fit into the encoder's positions."""
-    limit = getattr(encoder_config, "max_position_embeddings", None)
-    if limit is not None and num_positions > limit:
-        hint = "cut the context"
-        if not has_chunks:
-            pass
-        elif chunk_size is None:
-            hint = "set `chunk_size` in the configuration, or cut the context"
-        elif num_positions < 2 * chunk_size:
-            # A single chunk is too long.
-            hint = f"set a `chunk_size` below {chunk_size} in the configuration, or cut the context"
-        raise ValueError(
-            f"the context needs {num_positions} positions, the encoder has {limit} (max_position_embeddings): {hint}"
-        )
-
-
-def check_labels(labels: Tensor | None, text_ids: Tensor | None) -> Tensor | None:
-    """The labels of a text as a LongTensor, or `None` where there are none."""
-    if labels is not None and text_ids is not None and labels.shape != text_ids.shape:
-        raise ValueError(f"`labels` must have shape {tuple(text_ids.shape)}, got {tuple(labels.shape)}")
-    return None if labels is None else labels.long()
-
-
-def check_keywords(keywords: Mapping[str, Any]) -> None:
-    """Refuse keywords that are nearly one that `forward` reads: the language model would swallow them."""
-    for name in keywords:
-        found = nearest_name(name.lower(), _KEYWORDS, similarity=0.8)
-        if found is not None and name not in _KEYWORDS:
-            raise TypeError(f"unexpected argument {name!r}; did you mean {found!r}?")
-
-
-def check_source(
-    context_input_ids: Tensor | None,
-    memory: CompressedContext | None,
-    ratio: Any,
-    context_attention_mask: Tensor | None,
-    chunk_lengths: Any = None,
-) -> None:
-    """What stands in front of a text is a context or a memory, and all else is the context's: where none is compressed
-    a ratio must be that of the memory, and a mask has no ids."""
-    if context_input_ids is not None:
-        if memory is not None:
-            raise ValueError("give either `context_input_ids` or `memory`, not both")
-        return
-    if context_attention_mask is not None:
-        raise ValueError("`context_attention_mask` is the mask of `context_input_ids`, which are not given")
-    if chunk_lengths is not None:
-        raise ValueError("`context_chunk_lengths` are those of `context_input_ids`, which are not given")
-    if ratio is None:
-        return
-    if memory is None:
-        raise ValueError(f"`ratio` is {ratio}, but no context is compressed: give `context_input_ids`")
-    if not is_memory(memory):
-        return
-    if isinstance(ratio, str) or not bool((torch.as_tensor(memory.ratio).cpu() == torch.as_tensor(ratio).cpu()).all()):
-        coarser = "" if memory.coarsest_ratios is None else ", or give `memory.at_ratio(ratio)` if it is coarser"
-        raise ValueError(
-            f"`memory` was compressed at ratio {memory.ratio}, `ratio` is {ratio}: leave `ratio` out{coarser}"
-        )
-
-
-def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContext:
-    """The memory, one row for each text row, on the model's device and of its dtype."""
-    if not is_memory(memory):
-        raise TypeError(f"`memory` must be a CompressedContext, as `compress` returns it, got {type(memory).__name__}")
-    _check_carrier(memory, model)
-    if not model.made(memory):
-        maker = f"the model {memory.model_id}" if memory.model_id else "another model, in training mode"
-        raise ValueError(f"`memory` was made by {maker}, not by this one, {model.model_id}")
-    num_texts = input_ids.shape[0]
-    if memory.batch_size not in (1, num_texts):
-        raise ValueError(f"`memory` has {memory.batch_size} rows, `input_ids` has {num_texts}")
-    if (memory.device, memory.dtype) != (input_ids.device, model.dtype):
-        # Checks that no value is beyond what the model's type can hold.
-        memory = memory.to(device=input_ids.device, dtype=model.dtype)
-    return memory if memory.batch_size == num_texts else memory.repeat_interleave(num_texts)
-
-
-def _check_carrier(memory: CompressedContext, model: Any) -> None:
-    if memory.carrier != model.config.carrier:
-        raise ValueError(f"`memory` holds {memory.carrier}, {type(model).__name__} reads {model.config.carrier}")
-    if memory.embeddings is not None:
-        width = model.config.hidden_size
-        if width_of(memory.embeddings) != width:
-            raise ValueError(
-                f"`memory` has slots of width {width_of(memory.embeddings)}, the decoder reads width {width}"
-            )
-        return
-    pairs = memory.key_values or ()
-    keys = pairs[0][0]
-    found, wanted = (len(pairs), keys.shape[1], width_of(keys)), key_value_shape(model.config.decoder_config)
-    if found != wanted:
-        raise ValueError(
-            f"`memory` has (layers, key/value heads, head dimension) = {found}, the decoder reads {wanted}"
-        )
-
-
-def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[CompressedContext, bool, int]:
-    """Check a text and the memory in front of it by one wait for the device."""
-    memory = check_memory(memory, model, text.input_ids)
-    # A run of training stops at its loss, and names the batch.
-    flags = [] if model.training else value_flags(memory, finite=True)
-    longest = (memory.num_slots + text.attention_mask.sum(dim=1)).max()
-    *found, all_real, longest = check_together(text, also=[*flags, memory.attention_mask.all(), longest])
-    if flags:
-        refuse_values(memory, found)
-    return memory, bool(all_real), longest
-
-
-def warn_about_positions(
-    decoder_config: PreTrainedConfig, memory: CompressedContext, offset: Tensor, num_text_tokens: int
-) -> None:
-    """Say once that slots and text reach further than the decoder's positions, where it may have learned nothing."""
-    limit = getattr(decoder_config, "max_position_embeddings", None)
-    # Under the enhanced layout a text stands behind all tokens of the context, how many only the device knows.
-    if limit is None or (
-        memory.position_layout != "enhanced" and memory.attention_mask.shape[1] + num_text_tokens <= limit
-    ):
-        return
-    if int(offset.max()) + num_text_tokens > limit:
-        # Under the enhanced layout no ratio moves a text.
-        otherwise = "give less text" if memory.position_layout == "enhanced" else "take a higher ratio"
-        logger.warning_once(
-            f"slots and text need more positions than the {limit} of the decoder (max_position_embeddings), and it "
-            f"may not read what lies behind them: {otherwise}, or join fewer memories"
-        )
-
-
-# compressor/serving.py
-
-@torch.no_grad()
-def prompt_embeds(
-    memory: CompressedContext,
-    tokenizer: PreTrainedTokenizerBase | None,
-    messages: str | Sequence[Mapping[str, str]] | None,
-    model: Any,
-) -> Tensor:
-    """Slots and text as the decoder reads them, `(num_places, hidden_size)`; see `CompressedContext.to_prompt_embeds`."""
-    check_decoder_served(model)
-    slots = served_slots(memory)
-    if messages is None:
-        return slots
-    backbone = model.base_model
-    ids = message_ids(model.config, tokenizer, messages)
-    text = backbone.text_rows(torch.tensor([ids], device=model.device), None)
-    memory, is_full, _ = check_text_and_memory(text, memory, backbone)
-    inputs, _ = backbone.first_inputs(text, None, memory, None, is_full)
-    return inputs["inputs_embeds"][0, inputs["attention_mask"][0].bool()]
-
-
-def check_decoder_served(model: Any) -> None:
-    """Raise `ValueError` if no server of the decoder alone can read this compressor's memories; it says why."""
-    config = model.config
-    if config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} reads a memory by cross-attention, which servers do not offer")
-    check_served_form(config.carrier, config.position_layout)
-    scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
-    if scale != 1.0:
-        raise ValueError(
-            f"the decoder {config.decoder_config.model_type!r} multiplies token embeddings by {scale:.4g}; "
-            "servers do so with embeddings that they are given, and these would be multiplied twice"
-        )
-
-
-@torch.no_grad()
-def decoder_language_model(model: Any) -> PreTrainedModel:
-    """A compressor's decoder as a plain language model of its own architecture, for a server; see its method."""
-    config = model.config
-    if config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} has no decoder that is a language model of its own")
-    check_adapters(model)
-    # Copies: the encoder's adapters may sit on the same weights, and stay there.
-    decoder = copy.deepcopy(model.base_model.language_model)
-    merge_lora(decoder, DECODER)
-    with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(copy.deepcopy(config.decoder_config))
-    setattr(plain, plain.base_model_prefix, decoder)
-    plain.set_output_embeddings(copy.deepcopy(model.get_output_embeddings()))
-    plain.tie_weights()
-    plain.generation_config = copy.deepcopy(model.generation_config)
-    plain.requires_grad_(False)
-    return plain.to(model.dtype).eval()
-
-
 # compressor/pretrained_compressor.py
 
 class CompressorPreTrainedModel(PreTrainedModel):
-    """A compressor's backbone, or a model that has one as `model`."""
+    """A compressor's backbone, or a model that has one as `model`: start from a base, what trains, checkpoints."""
 
     config_class: type[CompressorConfig] = CompressorConfig
     # Tokens of contexts that are read in one pass, so that long ones take no more memory; in training all are.
@@ -4558,11 +3997,15 @@ class CompressorPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
     _supports_attention_backend = True
     # Loads what `from_base` starts from.
     base_auto_class: Any = AutoModelForCausalLM
-    # Whether all of the base trains, in its own type: checkpoints are then always whole.
-    trains_base = True
+    # Whether all of the base trains: checkpoints are then always whole.
+    trains_base = False
+    # Whether what trains is float32 whatever type the rest has.
+    trains_in_float32 = True
     # Makes the tokens of contexts, where the encoder reads others than the decoder; else `None`.
     encoder_tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -4573,15 +4016,17 @@ class CompressorPreTrainedModel(PreTrainedModel):
 
     # --- from a base ---
 
-    def load_base_weights(self, base: PreTrainedModel, encoder: PreTrainedModel | None = None) -> None:
-        """Take the tensors of a pretrained model (not copies of them), and give start values to everything else."""
-        raise NotImplementedError(f"{type(self).__name__} does not say which of a base's weights it takes")
-
     # Whether `take_from_tokenizer` takes anything.
     needs_encoder_tokenizer = False
 
     def take_from_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Take what the method needs to know of the tokenizer of an encoder of its own; by default nothing."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=getattr(self.config.decoder_config, "initializer_range", 0.02))
+            if module.bias is not None:
+                init.zeros_(module.bias)
 
     @staticmethod
     def _init_like_embeddings(parameter: nn.Parameter, backbone: PreTrainedModel) -> None:
@@ -4606,6 +4051,26 @@ class CompressorPreTrainedModel(PreTrainedModel):
     def post_init(self) -> None:
         super().post_init()
         self.apply_trainable_set()
+        if not self.trains_in_float32:
+            return
+        # What trains is loaded in float32 whatever type the rest is loaded in; the backbone names most of its parts.
+        names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+        names = [name for name in names if not self._keep_in_fp32_modules_strict & set(name.split("."))]
+        self._keep_in_fp32_modules_strict |= {f"^{re.escape(name)}$" for name in names}
+        if getattr(self.config, "quantization_config", None) is not None:
+            # The library's quantizers leave these as they are.
+            self._keep_in_fp32_modules |= {re.escape(path) for path in own_modules(self)}
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        model = super()._from_config(config, **kwargs)
+        if cls.trains_in_float32:
+            # As `from_pretrained` leaves them.
+            kept = set(model.base_model._keep_in_fp32_modules_strict)
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad or kept & set(name.split(".")):
+                    parameter.data = parameter.data.float()
+        return model
 
     def apply_trainable_set(self) -> None:
         """Let the parameters train that `config.trainable_parameters`, or else the method, names; freeze the rest."""
@@ -4627,6 +4092,9 @@ class CompressorPreTrainedModel(PreTrainedModel):
         # The backbone alone has no LM head, so the whole set is only known to the model that has everything.
         if unused and self.get_output_embeddings() is not None:
             raise ValueError(f"`trainable_parameters` {unused} match no parameter of {type(self).__name__}")
+        for module in self.modules() if self.trains_in_float32 else ():
+            if isinstance(module, PreTrainedModel) and not isinstance(module, CompressorPreTrainedModel):
+                note_trained_weights(module)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -4675,175 +4143,6 @@ class CompressorPreTrainedModel(PreTrainedModel):
         """Put an adapter that PEFT has saved on this model, as in `transformers`, beside its own."""
         return put_adapter_on(self, peft_model_id, adapter_name, is_trainable, adapter_kwargs or {})
 
-    # --- checkpoints ---
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *args: Any,
-        base_model: str | os.PathLike | None = None,
-        encoder_base_model: str | os.PathLike | None = None,
-        **kwargs: Any,
-    ) -> Self:
-        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more."""
-        if (plan := kwargs.get("tp_plan")) is not None:
-            raise ValueError(f"compressors do not support tensor parallelism, got tp_plan={plan!r}: use `device_map`")
-        name, load = pretrained_model_name_or_path, super().from_pretrained
-        return load_checkpoint(cls, load, name, base_model, encoder_base_model, args, kwargs)
-
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike,
-        is_main_process: bool = True,
-        state_dict: dict[str, torch.Tensor] | None = None,
-        push_to_hub: bool = False,
-        save_dtype: torch.dtype | str | None = None,
-        include_base: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Save a folder that loads anywhere: safetensors, configuration, generation configuration, code and card."""
-        names = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
-        repository = {name: kwargs.pop(name) for name in names if name in kwargs}
-        save = super().save_pretrained
-        save_checkpoint(self, save, save_directory, is_main_process, state_dict, save_dtype, include_base, kwargs)
-        if push_to_hub and is_main_process:
-            repo_id = repository.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
-            saving = {"state_dict": state_dict, "save_dtype": save_dtype, "include_base": include_base}
-            saving |= {name: kwargs[name] for name in ("max_shard_size",) if name in kwargs}
-            upload_checkpoint(self, repo_id, saving, token=kwargs.get("token"), **repository)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        commit_message: str | None = None,
-        commit_description: str | None = None,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        max_shard_size: int | str = "50GB",
-        save_dtype: torch.dtype | str | None = None,
-        include_base: bool | None = None,
-        tags: list[str] | None = None,
-    ) -> str:
-        """Upload what `save_pretrained` writes; a card that the repository already has is left as it is."""
-        saving = {"max_shard_size": max_shard_size, "save_dtype": save_dtype, "include_base": include_base}
-        return upload_checkpoint(
-            self,
-            repo_id,
-            saving,
-            commit_message=commit_message,
-            commit_description=commit_description,
-            private=private,
-            token=token,
-            revision=revision,
-            create_pr=create_pr,
-            tags=tags,
-        )
-
-    @classmethod
-    def auto_map(cls) -> dict[str, str]:
-        """The `auto_map` of checkpoints of this class."""
-        return cls.config_class.default_auto_map()
-
-    @classmethod
-    def is_remote_code(cls) -> bool:
-        # The library would copy the code without making it flat; `save_pretrained` writes it itself.
-        return False
-
-    # --- what answers come from ---
-
-    def question_answering(self, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> Pipeline:
-        """This model as the pipeline "context-compression-qa", on the device where it is."""
-        if getattr(self, "hf_device_map", None) is None:
-            kwargs.setdefault("device", self.device)
-        return ContextCompressionQAPipeline(model=self, tokenizer=tokenizer, **kwargs)
-
-    def prompt_embeds(
-        self,
-        memory: CompressedContext,
-        tokenizer: PreTrainedTokenizerBase | None,
-        messages: str | Sequence[Mapping[str, str]] | None,
-    ) -> Tensor:
-        """Memory and text as one prompt of embeddings; see [`CompressedContext.to_prompt_embeds`]."""
-        return prompt_embeds(memory, tokenizer, messages, self)
-
-
-class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
-    """A compressor whose base, a causal language model, stays as it is: what trains beside it is float32."""
-
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    trains_base = False
-
-    def post_init(self) -> None:
-        super().post_init()
-        # What trains is loaded in float32 whatever type the rest is loaded in; the backbone names most of its parts.
-        names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
-        names = [name for name in names if not self._keep_in_fp32_modules_strict & set(name.split("."))]
-        self._keep_in_fp32_modules_strict |= {f"^{re.escape(name)}$" for name in names}
-        if getattr(self.config, "quantization_config", None) is not None:
-            # The library's quantizers leave these as they are.
-            self._keep_in_fp32_modules |= {re.escape(path) for path in own_modules(self)}
-
-    @classmethod
-    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
-        model = super()._from_config(config, **kwargs)
-        # As `from_pretrained` leaves them.
-        kept = set(model.base_model._keep_in_fp32_modules_strict)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad or kept & set(name.split(".")):
-                parameter.data = parameter.data.float()
-        return model
-
-    def apply_trainable_set(self) -> None:
-        super().apply_trainable_set()
-        for module in self.modules():
-            if isinstance(module, PreTrainedModel) and not isinstance(module, CompressorPreTrainedModel):
-                note_trained_weights(module)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            init.normal_(module.weight, std=getattr(self.config.decoder_config, "initializer_range", 0.02))
-            if module.bias is not None:
-                init.zeros_(module.bias)
-
-    @torch.no_grad()
-    def load_base_weights(self, base: PreTrainedModel, encoder: PreTrainedModel | None = None) -> None:
-        """See [`CompressorPreTrainedModel.load_base_weights`]; without `encoder`, one of its own copies the base."""
-        backbone = self.base_model
-        source = base.base_model
-        device, dtype = base.device, base.dtype
-        backbone.take_base(source)
-        if backbone.encoder_model is not None:
-            share_weights(backbone.encoder_model, encoder or source, copied=encoder is None)
-        if self.get_output_embeddings() is not None:
-            self.get_output_embeddings().weight = base.get_output_embeddings().weight
-        # In the order of the modules: a seed must give the same start values in every process.
-        fresh: dict[str, None] = {}
-        for path, module in list(self.named_modules()):
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if parameter.is_meta:
-                    setattr(
-                        module, name, nn.Parameter(torch.empty_like(parameter, device=device, dtype=torch.float32))
-                    )
-                    fresh[path] = None
-        for path in fresh:
-            if ".lora_" not in path:
-                # The backbone knows its own parts' start values.
-                backbone._init_weights(self.get_submodule(path))
-        initialize_lora(self)
-        self.tie_weights()
-        self.apply_trainable_set()
-        for parameter in self.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-        backbone.start_from_base()
-        self.config.dtype = dtype
-        self.generation_config = copy.deepcopy(getattr(base, "generation_config", None) or GenerationConfig())
-
     def merge_adapters(self) -> None:
         """Add the adapters to the weights they sit on, so that inference needs no `peft`."""
         backbone, config = self.base_model, self.config
@@ -4875,11 +4174,82 @@ class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
                 ]
         self.apply_trainable_set()
 
+    # --- checkpoints ---
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *args: Any,
+        base_model: str | os.PathLike | None = None,
+        encoder_base_model: str | os.PathLike | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more."""
+        if (plan := kwargs.get("tp_plan")) is not None:
+            raise ValueError(f"compressors do not support tensor parallelism, got tp_plan={plan!r}: use `device_map`")
+        places = {DECODER_BASE: base_model, ENCODER_BASE: encoder_base_model}
+        load = super().from_pretrained
+        if pretrained_model_name_or_path is None:
+            return load(None, *args, **kwargs)
+        return load_checkpoint(cls, load, pretrained_model_name_or_path, places, args, kwargs)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        *,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        save_dtype: torch.dtype | str | None = None,
+        include_base: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save a folder that loads anywhere: safetensors, configuration, generation configuration, code and card."""
+        if push_to_hub:
+            raise ValueError("`push_to_hub=True` is not supported: call `model.push_to_hub(repo_id)`")
+        save = super().save_pretrained
+        save_checkpoint(self, save, save_directory, state_dict, save_dtype, include_base, kwargs)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        token: str | bool | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        max_shard_size: int | str = "50GB",
+        save_dtype: torch.dtype | str | None = None,
+        include_base: bool | None = None,
+        **commit: Any,
+    ) -> str:
+        """Upload what `save_pretrained` writes; a card that the repository already has is left as it is."""
+        saving = {"max_shard_size": max_shard_size, "save_dtype": save_dtype, "include_base": include_base}
+        return upload_checkpoint(self, repo_id, token, private, revision, saving, commit)
+
+    @classmethod
+    def auto_map(cls) -> dict[str, str]:
+        """The `auto_map` of checkpoints of this class."""
+        return cls.config_class.default_auto_map()
+
+    @classmethod
+    def is_remote_code(cls) -> bool:
+        # The library would copy the code without making it flat; `save_pretrained` writes it itself.
+        return False
+
+    # --- answers ---
+
+    def question_answering(self, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> ContextCompressionQAPipeline:
+        """Return the pipeline "context-compression-qa" with this model, on the device where that is."""
+
+        if getattr(self, "hf_device_map", None) is None:
+            kwargs.setdefault("device", self.device)
+        return ContextCompressionQAPipeline(model=self, tokenizer=tokenizer, **kwargs)
+
 
 # compressor/backbone.py
 
 # Pads for each token of a pass.
-_MOST_PADDING_of_backbone = 0.2
+_MOST_PADDING_OF_CHUNKS = 0.2
 
 
 class CompressorBackbone(CompressorPreTrainedModel):
@@ -4892,24 +4262,11 @@ class CompressorBackbone(CompressorPreTrainedModel):
     needs_whole_rows = False
     # Whether `encode` takes a list `own_losses`, to which it adds a loss of each row `(batch_size,)` while it trains.
     has_own_loss = False
-    # Whether training on a text without context or memory is worth a warning; trainers that mean it say so.
-    warns_of_no_context = True
     # Learned vectors in front of the slots of each chunk and behind them.
     marker_embeddings: Any
     _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None
     # That of the stored weights, by that of the same weights as they were loaded.
     _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Here, because a trainer that knows nothing of contexts calls the backbone, whatever its rows bring.
-        trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        has_none = len(args) < 5 and kwargs.get("memory") is None and kwargs.get("context_input_ids") is None
-        if trains and has_none and self.warns_of_no_context and not self.config.is_encoder_decoder:
-            logger.warning_once(
-                "training without a context: rows bring no `context_input_ids` and no `memory`, so that nothing is "
-                "compressed and the language model reads the text alone; see `CompressionCollator`"
-            )
-        return super().__call__(*args, **kwargs)
 
     def encode(self, chunks: Chunks, ratios: Sequence[Any]) -> Sequence[Slots]:
         """The method itself: slots of every ratio from one pass over the context."""
@@ -4931,39 +4288,23 @@ class CompressorBackbone(CompressorPreTrainedModel):
         **unused: Any,
     ) -> CompressedContext | list[CompressedContext]:
         """Compress contexts into slots."""
-        beside = self.beside_contexts(unused)
-        unknown = set(unused) - {"token_type_ids"}
-        if unknown:
+        beside = self.beside_contexts(unused) if unused else {}
+        if unknown := set(unused) - {"token_type_ids"}:
             raise TypeError(f"compress() got unexpected arguments {sorted(unknown)}")
-        return self.named_memories(input_ids, attention_mask, ratio, allow_untrained_ratio, chunk_lengths, **beside)
+        ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
+            context = self.context_rows(input_ids, attention_mask, chunk_lengths=chunk_lengths)
+            check_together(context)
+            memories = self.compress_rows(context, ratios, allow_untrained_ratio, **beside)
+        # While a model trains its weights change, and so would the name of its memories.
+        name = "" if self.training else self.model_id
+        for memory in memories:
+            memory.maker, memory.model_id = weakref.ref(self), name
+        return memories if isinstance(ratio, (list, tuple)) else memories[0]
 
     def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """What a method reads beside contexts, such as images, taken out of a call's arguments; by default nothing."""
         return {}
-
-    def named_memories(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        ratio: int | str | Tensor | Sequence[int | str] | None,
-        allow_untrained_ratio: bool,
-        chunk_lengths: Tensor | Sequence[Sequence[int]] | None = None,
-        **beside: Any,
-    ) -> CompressedContext | list[CompressedContext]:
-        """What `compress` returns; `beside` is handed to `encode`."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
-            ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
-            context = self.context_rows(input_ids, attention_mask, chunk_lengths=chunk_lengths)
-            check_together(context)
-            with at_hand(self):
-                memories = self.compress_rows(context, ratios, allow_untrained_ratio, **beside)
-        for memory in memories:
-            memory.maker = weakref.ref(self)
-        if not self.training:
-            # While a model trains its weights change, and so would the name of its memories.
-            for memory in memories:
-                memory.model_id = self.model_id
-        return memories if isinstance(ratio, (list, tuple)) else memories[0]
 
     def context_memory(
         self,
@@ -4972,16 +4313,13 @@ class CompressorBackbone(CompressorPreTrainedModel):
         ratio: Any,
         name: str = "input_ids",
         chunk_lengths: Any = None,
-        targets: Tensor | None = None,
         **beside: Any,
     ) -> CompressedContext:
-        """A memory without a name, of contexts that are read at once; arguments as `context_rows`, `compress_rows`,
-        `TokenRows`."""
+        """Compress contexts that are read at once, into a memory without a name; arguments as of `context_rows` and
+        `compress_rows`."""
         context = self.context_rows(input_ids, attention_mask, name, chunk_lengths)
-        context.targets = targets
         check_together(context)
-        with at_hand(self):
-            return self.compress_rows(context, [ratio], **beside)[0]
+        return self.compress_rows(context, [ratio], **beside)[0]
 
     def text_rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> TokenRows:
         """A text for [`check_together`]."""
@@ -4992,21 +4330,21 @@ class CompressorBackbone(CompressorPreTrainedModel):
         self, input_ids: Tensor, attention_mask: Tensor | None, name: str = "input_ids", chunk_lengths: Any = None
     ) -> TokenRows:
         """Contexts for [`check_together`]; task tokens belong to the text, and the encoder does not know them."""
-        rows = token_rows(input_ids, attention_mask, name, vocab_size=self.config.get_encoder_config().vocab_size)
-        rows.borders = passage_borders(name.replace("input_ids", "chunk_lengths"), chunk_lengths, input_ids)
-        return rows
+        vocab_size = self.config.get_encoder_config().vocab_size
+        return token_rows(input_ids, attention_mask, name, vocab_size=vocab_size, chunk_lengths=chunk_lengths)
 
     def compress_rows(
         self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False, **beside: Any
     ) -> list[CompressedContext]:
         """Memories without a name, of contexts that [`check_together`] has seen; no more waits for the device."""
-        config, ids = self.config, context.input_ids
-        ratios = check_ratios(ratios, config.compression_ratios, ids, allow_untrained_ratio)
+        config, is_key_values = self.config, self.config.carrier == "key_values"
+        ratios = check_ratios(ratios, config.compression_ratios, context.input_ids, allow_untrained_ratio)
         chunks = self.chunks_of(context)
         chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
         encoded: Sequence[Slots]
         if chunks.input_ids.shape[1]:
-            encoded = self.encode_chunks(chunks, chunk_ratios, **beside)
+            with at_hand(self):
+                encoded = self.encode_chunks(chunks, chunk_ratios, **beside)
         else:
             encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
         memories: list[CompressedContext] = []
@@ -5016,7 +4354,6 @@ class CompressorBackbone(CompressorPreTrainedModel):
                 around = self.marker_embeddings.split([config.slot_markers[side] for side in ("before", "after")])
                 slots, counts = with_markers(slots, counts, *around)
             fields, slot_mask = self.joined_slots(slots, counts, chunks.chunks_per_row)
-            is_key_values = config.carrier == "key_values"
             memory = CompressedContext(
                 **fields,
                 inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
@@ -5041,8 +4378,10 @@ class CompressorBackbone(CompressorPreTrainedModel):
         is_one_pass = bool(beside) or (torch.distributed.is_available() and torch.distributed.is_initialized())
         # In training all activations are kept in any case.
         most_tokens = None if self.training or is_one_pass else self.tokens_at_once
-        lengths = [chunks.lengths[row] for row in rows]
-        groups = length_batches(lengths, None, most_tokens, math.inf if is_one_pass else _MOST_PADDING_of_backbone)
+        groups = [[0]]
+        if len(rows) > 1:
+            lengths = [chunks.lengths[row] for row in rows]
+            groups = length_batches(lengths, None, most_tokens, math.inf if is_one_pass else _MOST_PADDING_OF_CHUNKS)
         if len(groups) == 1 and (chunks.chunks_per_row == 1 or len(rows) == len(chunks.lengths)):
             return self.slots_of(chunks, ratios, **beside)
         found = []
@@ -5051,7 +4390,9 @@ class CompressorBackbone(CompressorPreTrainedModel):
             part, index = chunks.take(some), torch.tensor(some, device=chunks.starts.device)
             own = [ratio[index] if isinstance(ratio, Tensor) else ratio for ratio in ratios]
             found.append(self.slots_of(part, own, **beside))
-        order = gathering_order([rows[place] for group in groups for place in group], len(chunks.lengths))
+        read = [rows[place] for group in groups for place in group]
+        places = {row: place for place, row in enumerate(read)}
+        order = [places.get(chunk, len(read)) for chunk in range(len(chunks.lengths))]
         return [gathered(slots, order) for slots in zip(*found, strict=True)]
 
     def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
@@ -5075,8 +4416,15 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return chunks
 
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
-        """Positions of the slots in the decoder, `(batch_size, num_slots)`; see [`memory_position_ids`]."""
-        return memory_position_ids(slot_mask, chunks, counts, self.config.position_layout, self.config.carrier)
+        """Positions of the slots in the decoder, `(batch_size, num_slots)`, 0 at padding slots (EPL, Tables 2, 3 and
+        13 to 15)."""
+        layout, device = self.config.position_layout, slot_mask.device
+        if self.config.carrier == "embeddings" and layout != "enhanced":
+            return (slot_mask.cumsum(dim=1) - 1).clamp(min=0) * slot_mask
+        lengths, of_chunks = torch.tensor(chunks.lengths, device=device), torch.tensor(counts, device=device)
+        ids = encoder_memory_ids(lengths, of_chunks, chunks.starts, layout, max(counts))
+        joined: Any = join(ids[:, :, None], counts, chunks.chunks_per_row)[0]
+        return joined[:, :, 0] * slot_mask
 
     def joined_slots(self, slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
         """What `encode` returns as fields of a `CompressedContext`, and their mask; arguments as of [`join`]."""
@@ -5172,10 +4520,12 @@ class _BaseAlone(threading.local):
         return type(self), ()
 
 
-class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
+class CompressorModel(CompressorBackbone):
     r"""
     Encoder, method parts and decoder backbone of a compressor; a method adds `encode` and its parts."""
 
+    # Whether training on a text without context or memory is worth a warning; trainers that mean it say so.
+    warns_of_no_context = True
     # The method's own modules and parameters, by name: they train, and are float32.
     method_parts: tuple[str, ...] = ()
     # Types of language models that it is tested on.
@@ -5228,10 +4578,6 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         for own in (self.task_embeddings, self.marker_embeddings) if module is self else ():
             if own is not None:
                 self._init_like_embeddings(own, self.language_model)
-
-    def take_base(self, source: Any) -> None:
-        """Put the weights of a base without its LM head into the language model."""
-        share_weights(self.language_model, source)
 
     def start_from_base(self) -> None:
         """Give parts that start from the base's own weights their values; by default there are none."""
@@ -5342,20 +4688,16 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         r"""
         Read slots and text."""
         check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
-        if input_ids is None:
+        check_keywords(kwargs)
+        if input_ids is None or kwargs.pop("inputs_embeds", None) is not None:
             raise ValueError(
                 "`input_ids` are needed, the text that follows the slots (`inputs_embeds` is not supported)"
             )
-        check_keywords(kwargs)
-        if kwargs.pop("inputs_embeds", None) is not None:
-            raise ValueError("`inputs_embeds` is not supported: give `input_ids`")
-        beside = self.beside_contexts(kwargs)
+        if memory is None and context_input_ids is None:
+            self._warn_of_no_context()
+        beside = self.beside_contexts(kwargs) if kwargs else {}
         if beside and context_input_ids is None:
             raise ValueError(f"`{'`, `'.join(beside)}` must come with `context_input_ids`, and there are none")
-        check_ids("input_ids", input_ids)
-        # The first is no target of any token.
-        targets = check_labels(labels, input_ids)
-        targets = None if targets is None else targets[:, 1:]
         cache = one_cache(cache, past_key_values)
         is_cached = cache is not None and bool(cache.get_seq_length())
         # Checkpointed layers take no cache that is written to, and would silently do without the memory in it.
@@ -5368,8 +4710,6 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
             given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
             context = self.context_rows(*given)
         if is_cached:
-            if targets is not None:
-                check_targets(targets, self.config.vocab_size)
             if context is not None:
                 check_together(context)
                 memory = self.compress_rows(context, [ratio], **beside)[0]
@@ -5384,7 +4724,6 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
             # One that has been emptied may have held a memory.
             note_cached_pairs(cache, None)
             text, joined = self.text_rows(input_ids, attention_mask), None
-            text.targets = targets
             if context is not None and cache is None and use_cache is not True:
                 joined = self.joint_inputs(text, context, ratio, position_ids, text_position_offset, beside)
             if joined is not None:
@@ -5408,13 +4747,21 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         with self._adapter(self.language_model, DECODER):
             outputs = run_backbone(self.language_model, **inputs, **kwargs)
         if not is_cached:
-            note_cached_slots(getattr(outputs, CACHE), 0 if memory is None else memory.attention_mask.shape[1])
+            note_cached_slots(outputs.get(CACHE), 0 if memory is None else memory.attention_mask.shape[1])
         if not use_cache:
             # Some backbones hand back the cache that they were given; a field that is set cannot be taken out again.
             outputs = type(outputs)(**{name: value for name, value in outputs.items() if name != CACHE})
         if sequence is not None:
             sequence.cut_to_text(outputs)
         return outputs if return_dict in (None, True) else outputs.to_tuple()
+
+    def _warn_of_no_context(self) -> None:
+        trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if trains and self.warns_of_no_context:
+            logger.warning_once(
+                "training without a context: rows bring no `context_input_ids` and no `memory`, so that nothing is "
+                "compressed and the language model reads the text alone; see `CompressionCollator`"
+            )
 
     def _checked_memory(
         self,
@@ -5470,7 +4817,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
             return sequence.inputs(embeddings, positions), sequence
         if offset is None:
             offset = self.text_position_offset(memory, input_ids, text_mask)
-        warn_about_positions(config.decoder_config, memory, offset, max(text.lengths))
+        warn_about_positions(config.decoder_config, memory.attention_mask.shape[1], max(text.lengths))
         if memory.embeddings is None:
             slot_mask = self.cached_slot_mask(memory)
             check_sliding_window(config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
@@ -5513,11 +4860,8 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
                 "each text (`memory.repeat_interleave`)"
             )
         num_cached = int(cache.get_seq_length()) - self.num_places(memory)
-        text_mask = check_cached_mask(attention_mask, input_ids, num_cached)
+        text_mask = cached_text_mask(attention_mask, input_ids, num_cached)
         may_have_pads = memory is not None and memory.carrier == "key_values"
-        # In a step of generation it would wait for the device.
-        if input_ids.shape[1] > 1 and not may_have_pads:
-            check_no_new_pads(text_mask, input_ids.shape[1])
         if position_ids is None:
             position_ids = text_positions(text_mask)[:, -input_ids.shape[1] :]
         if memory is not None:
@@ -5617,7 +4961,7 @@ class _TaskTokensAsBOS(LogitsProcessorList):
         return super().__call__(input_ids.masked_fill(input_ids >= scores.shape[-1], self.stand_in), scores, **kwargs)
 
 
-class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, GenerationMixin):
+class CompressorForCausalLM(CompressorHead, GenerationMixin):
     r"""
     A compressor with the decoder's LM head: training loss and `generate`."""
 
@@ -5641,10 +4985,6 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         """See [`CompressorModel.base_language_model`]."""
         return self.model.base_language_model()
 
-    def decoder_language_model(self) -> PreTrainedModel:
-        """A copy of the decoder as a plain language model of its own architecture, its adapters merged: for a server."""
-        return decoder_language_model(self)
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -5665,7 +5005,6 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
     ) -> CausalLMOutputWithPast:
         r"""
         Read slots and text and predict the text's next tokens; arguments as [`CompressorModel.forward`], and:"""
-        labels = check_labels(labels, input_ids)
         return_dict = kwargs.pop("return_dict", None)
         num_items = kwargs.pop("num_items_in_batch", None)
         own_losses: list[Tensor] = []
@@ -5683,7 +5022,6 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
             use_cache=use_cache,
             text_position_offset=text_position_offset,
             context_chunk_lengths=context_chunk_lengths,
-            labels=labels,
             **kwargs,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -5698,7 +5036,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            **{CACHE: getattr(outputs, CACHE)},
+            **{CACHE: outputs.get(CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
@@ -5733,7 +5071,6 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         if inputs is not None and input_ids is not None:
             raise ValueError("give the question either as `inputs` or as `input_ids`, not both")
         check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
-        check_ids("input_ids", question)
         # The library would cut the question by the cache's length, which counts the slots.
         cache = one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
         if attention_mask is None:
@@ -5742,9 +5079,11 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
             rows = token_rows(question, attention_mask, needs_tokens=True)
             check_together(rows)
             attention_mask = rows.attention_mask
-            self._check_chunks(rows.is_full, kwargs)
-            if cache is not None and 0 < (num_cached := int(cache.get_seq_length())) < question.shape[1]:
-                check_no_new_pads(attention_mask, question.shape[1] - num_cached)
+            if not rows.is_full and (size := self._setting("prefill_chunk_size", kwargs)):
+                raise ValueError(
+                    f"`prefill_chunk_size` ({size}) needs questions of one length, without pads: leave it out, or "
+                    "generate row by row"
+                )
             if kwargs.get("position_ids") is not None:
                 kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
             question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
@@ -5783,14 +5122,6 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         ):
             return None
         return (question != pad).long()
-
-    def _check_chunks(self, is_full: bool, arguments: dict[str, Any]) -> None:
-        size = self._setting("prefill_chunk_size", arguments)
-        if size and not is_full:
-            raise ValueError(
-                f"`prefill_chunk_size` ({size}) needs questions of one length, without pads: leave it out, or "
-                "generate row by row"
-            )
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         processors = super()._get_logits_processor(*args, **kwargs)

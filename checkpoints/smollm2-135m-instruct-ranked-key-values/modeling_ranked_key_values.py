@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,6 @@ from .compressor_base import (
     PackedSequence,
     TokenRows,
     check_context_length,
-    check_together,
     cut,
     inverse_frequencies,
     kept_pairs,
@@ -37,7 +36,7 @@ from .compressor_base import (
     slot_counts,
     text_positions,
 )
-from .configuration_ranked_key_values import RankedKeyValuesConfig, is_number
+from .configuration_ranked_key_values import RankedKeyValuesConfig
 
 
 # modeling/modeling_ranked_key_values.py
@@ -242,25 +241,6 @@ class RankedKeyValuesModel(HeadwiseModel):
                 memory.key_values = _moved(memory.key_values, moves, inverse_frequencies(self.encoder_backbone))
         return memories
 
-    @torch.no_grad()
-    def kept_tokens(self, chunks: Chunks, ratio: int | Tensor) -> Sequence[Tensor]:
-        """Tokens whose keys and values stay.
-
-        Args:
-            chunks: contexts without pads.
-            ratio: context tokens per slot.
-
-        Returns:
-            For each layer `(num_chunks, num_heads, num_slots)`: of the pairs that stand there in the memory, which may
-            be those of another layer's head, the places in the chunk.
-        """
-        key_values, scores = self._scored(chunks)
-        places = torch.arange(scores.shape[2], device=scores.device)[:, None]
-        places = places.expand(*key_values[0][0].shape[:2], -1, -1)
-        counts = slot_counts(self.config, chunks.lengths, ratio)
-        kept = kept_pairs(((places, places),) * len(key_values), scores, chunks.attention_mask, counts)
-        return [of_layer[..., 0] for of_layer, _ in kept.key_values]
-
     def _scored(self, chunks: Chunks) -> tuple[KeyValues, Tensor]:
         """(1) and (2), which leave of no layer what its attention reads."""
         key_values, found = self._read(chunks, lambda layer, states: self.scorers[layer](states))
@@ -292,59 +272,6 @@ class RankedKeyValuesModel(HeadwiseModel):
         found = self.repeated_attention(pairs, self.opened(chunks)[1], ends, chunks, self.config.repeat_size)
         attention = torch.stack(found, dim=1).flatten(1, 2)[:, :, self.first_slot_position :]
         return attention.clamp(min=_LEAST_ATTENTION).log()
-
-    @torch.no_grad()
-    def fit_scorers(self, batches: Iterable[Sequence[Any]], ridge: float = 1e-3) -> None:
-        """Fit the scorers by least squares to what a second reading of some hundred contexts attends to, a of (5).
-
-        In each layer W, b = argmin sum_i |W norm(x_i) + b - log a_i|^2 + ridge |W|^2; nothing else changes.
-
-        Args:
-            batches: of contexts, input ids and their mask (`None` where no token is a pad), both
-                `(batch_size, num_tokens)`, and behind them the tokens of each row's passages, if any.
-            ridge: above 0, in mean squares of the inputs.
-
-        Raises:
-            TypeError: a `ridge` that is no number.
-            ValueError: no token, a `ridge` that is not finite and above 0, or scorers that would not be finite.
-        """
-        if not is_number(ridge):
-            raise TypeError(f"`ridge` must be a number, got {ridge!r}")
-        if not 0 < ridge < math.inf:
-            raise ValueError(f"`ridge` must be finite and above 0, got {ridge}")
-        layers, heads, _ = key_value_shape(self.config.decoder_config)
-        width, was_training = self.config.hidden_size, self.training
-        options = {"dtype": torch.float64, "device": self.device}
-        squares = torch.zeros(layers, width + 1, width + 1, **options)
-        products = torch.zeros(layers, width + 1, heads, **options)
-        self.eval()
-        try:
-            for input_ids, mask, *passages in batches:
-                rows = self.context_rows(input_ids, mask, "input_ids", *passages)
-                check_together(rows)
-                chunks = self.chunks_of(rows)
-                key_values, states = self._read(chunks)
-                attention = self._repeated_attention(key_values, chunks).unflatten(1, (layers, heads))
-                is_real = chunks.attention_mask.bool()
-                targets = attention.permute(1, 0, 3, 2)[:, is_real].double()
-                # The last input is b's.
-                inputs = functional.pad(torch.stack(states)[:, is_real].double(), (0, 1), value=1.0)
-                squares += inputs.mT @ inputs
-                products += inputs.mT @ targets
-        finally:
-            self.train(was_training)
-        num_tokens = squares[0, -1, -1]
-        if not num_tokens:
-            raise ValueError("`batches` have no token: give a few hundred contexts")
-        diagonal = squares.diagonal(dim1=1, dim2=2)[:, :-1]
-        diagonal += ridge * diagonal.mean(dim=1, keepdim=True)
-        solutions = torch.linalg.solve(squares, products)
-        if not bool(solutions.isfinite().all()):
-            raise ValueError("`batches` give scorers that are not finite: the model's states overflow or are NaN")
-        scorers: Any = self.scorers
-        for scorer, solution in zip(scorers, solutions, strict=True):
-            scorer.weight.copy_(solution[:-1].T)
-            scorer.bias.copy_(solution[-1])
 
     def _row_errors(self, errors: Tensor, chunks: Chunks) -> Tensor:
         """The mean of squared errors over the tokens of each row, `(batch_size,)`."""

@@ -18,8 +18,6 @@ from ..parts.lora import DECODER, SHARED
 _SOURCE = {"cache_dir", "token", "local_files_only", "subfolder", "revision"}
 # Fields of PEFT's that change what the maps compute, and their values where they do not.
 _PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False}
-# Others change the base's own weights, too.
-_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 _ABSENT = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
 
 
@@ -79,11 +77,6 @@ def load_peft_adapter(model: Any, adapter: str | os.PathLike, fetching: dict[str
             raise ValueError(
                 f"the adapter {adapter} is not plain LoRA: its {field} is {found[field]!r}, not {value!r}"
             )
-    if found.get("init_lora_weights") not in _STARTS:
-        raise ValueError(
-            f"the adapter {adapter} is not plain LoRA: its init_lora_weights is {found['init_lora_weights']!r}, which "
-            f"changes the base, too; allowed: {list(_STARTS)}"
-        )
     name, settings = SHARED if model.config.shared_adapter else DECODER, model.config.decoder_lora
     if settings is None:
         raise ValueError(
