@@ -21,6 +21,7 @@ _MODULE_OF = {
     **{name: "modeling" for names in METHODS.values() for name in names[1:]},
     "from_base": "modeling",
     "CompressedContext": "modeling.memory.compressed_context",
+    "TextCompressor": "modeling.text_compressor",
     "mixed_memory": "modeling.memory.mixed_memory",
     "ContextCompressionQAPipeline": "modeling.compressor.context_compression_qa",
     "CorpusCompressor": "corpus.corpus_compressor",
@@ -138,6 +139,7 @@ if TYPE_CHECKING:
     from .modeling.parts.pooling import mean_pool as mean_pool
     from .modeling.parts.position_layout import decoder_position_ids as decoder_position_ids
     from .modeling.parts.position_layout import encoder_position_ids as encoder_position_ids
+    from .modeling.text_compressor import TextCompressor as TextCompressor
     from .training.fields import DataArguments as DataArguments
     from .training.log_answers import LogAnswersCallback as LogAnswersCallback
     from .training.objectives.compression_collator import CompressionCollator as CompressionCollator

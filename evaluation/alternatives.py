@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people do without a compressor: a context cut to its beginning, BM25's sentences, or surprising tokens."""
+"""Texts in place of memories: a context's beginning, BM25's sentences, surprising tokens, or the words that a
+classifier keeps."""
 
 import re
 from collections.abc import Sequence
@@ -12,11 +13,17 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.parts.text_ids import encode
+from ..modeling.text_compressor import TextCompressor
 from .settings import ALTERNATIVES, WRITTEN_TASKS
 
-CUT, BM25, SELF_INFORMATION = ALTERNATIVES
+CUT, BM25, SELF_INFORMATION, KEEP_DROP = ALTERNATIVES
 # BM25 needs a question to pick by; a text is continued from its end, and repeated from all of it.
-TASKS_OF_ALTERNATIVE = {CUT: WRITTEN_TASKS, BM25: ("question_answering",), SELF_INFORMATION: WRITTEN_TASKS}
+TASKS_OF_ALTERNATIVE = {
+    CUT: WRITTEN_TASKS,
+    BM25: ("question_answering",),
+    SELF_INFORMATION: WRITTEN_TASKS,
+    KEEP_DROP: WRITTEN_TASKS,
+}
 _LOGITS_AT_ONCE = 512
 # Of Chinese and Japanese, which have no spaces, each character counts as a word.
 _CHARACTERS = "\u3040-\u30ff\u3400-\u9fff"
@@ -54,6 +61,14 @@ def informative_context(context_ids: Sequence[int], information: Sequence[float]
     """The `budget` tokens of a context with the most self-information, in the order of the text."""
     places = np.argsort(-np.asarray(information), kind="stable")[:budget]
     return [context_ids[place] for place in sorted(places)]
+
+
+def kept_words(
+    compressor: TextCompressor, tokenizer: PreTrainedTokenizerBase, context_ids: Sequence[int], budget: int
+) -> list[int]:
+    """The words that a text compressor keeps, as at most `budget` tokens of the reader's tokenizer."""
+    text = tokenizer.decode(list(context_ids), clean_up_tokenization_spaces=False)
+    return encode(tokenizer, compressor.compress_text(text, max_tokens=budget, tokenizer=tokenizer))[:budget]
 
 
 @torch.inference_mode()

@@ -127,6 +127,7 @@ def evaluate_model(
             **({"ratio_scale": model.config.ratio_scale} if "auto" in ratios else {}),
             "prompts": model_label(settings.prompts) if isinstance(settings.prompts, str) else settings.prompts,
             "generation": {**greedy_decoding(model), **settings.generation},
+            "text_compressor": settings.text_compressor and model_label(settings.text_compressor),
             "bert_score_model": settings.bert_score_model and model_label(settings.bert_score_model),
             "dtype": str(model.dtype),
             "device": model.device.type,

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -17,13 +18,16 @@ from ..modeling.memory.memory_quantization import QUANTIZATIONS
 from ..modeling.parts.length_batches import length_batches
 from ..modeling.parts.prompting import restored_ids
 from ..modeling.parts.text_ids import context_end_ids, context_start_ids
+from ..modeling.text_compressor import TextCompressor
 from .alternatives import (
     BM25,
+    KEEP_DROP,
     SELF_INFORMATION,
     TASKS_OF_ALTERNATIVE,
     bm25_context,
     cut_context,
     informative_context,
+    kept_words,
     self_information,
 )
 from .metrics import summed_nll
@@ -198,6 +202,8 @@ class Scorer:
                 kept = bm25_context(self.tokenizer, sample.context_ids, sample.question, budget)
             elif condition.selection == SELF_INFORMATION:
                 kept = informative_context(sample.context_ids, self._self_information(sample), budget)
+            elif condition.selection == KEEP_DROP:
+                kept = kept_words(self._text_compressor, self.tokenizer, sample.context_ids, budget)
             else:
                 kept = cut_context(sample.context_ids, budget)
             readings.append(replace(sample, context_ids=kept))
@@ -207,6 +213,10 @@ class Scorer:
         """UTF-8 bytes of the text that later questions need; what picks by the question needs all of it."""
         kept = batch if condition.selection == BM25 else readings
         return [len(text.encode()) for text in self.tokenizer.batch_decode([sample.context_ids for sample in kept])]
+
+    @cached_property
+    def _text_compressor(self) -> TextCompressor:
+        return TextCompressor.from_pretrained(self.settings.text_compressor)
 
     def _self_information(self, sample: Sample) -> list[float]:
         """Of each token of a context; the last contexts' are kept for their other ratios and questions."""

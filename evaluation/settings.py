@@ -10,7 +10,7 @@ from ..configuration.nearest_names import check_choice
 from ..data.prompts import TASKS
 
 # The command line reads these before any model is wanted, so they come from nowhere that loads torch.
-ALTERNATIVES = ("cut", "bm25", "self_information")
+ALTERNATIVES = ("cut", "bm25", "self_information", "keep_drop")
 NUM_RESAMPLES = 2000
 DEFAULT_TASKS = ("question_answering", "reconstruction", "continuation")
 # Tasks whose answers are written token by token from a question or an instruction.
@@ -34,8 +34,10 @@ class EvaluationSettings:
         batch_size: samples per batch.
         seed: draws samples, windows of text, generated documents and bootstrap resamples.
         alternatives: what is scored beside every ratio at as many decoder positions, read by the model of the bounds:
-            "cut", the beginning of the context; "bm25", the sentences that BM25 picks by the question; and
-            "self_information", the tokens that the base, adapters off, expects least where they stand.
+            "cut", the beginning of the context; "bm25", the sentences that BM25 picks by the question;
+            "self_information", the tokens that the base, adapters off, expects least where they stand; and
+            "keep_drop", the words that `text_compressor` keeps.
+        text_compressor: folder or Hub id of a [`TextCompressor`].
         num_resamples: bootstrap resamples behind the intervals.
         max_new_tokens: most tokens of an answer or summary, per task.
         context_tokens: length of the windows that reconstruction and continuation take from a text.
@@ -83,6 +85,7 @@ class EvaluationSettings:
     batch_size: int = 8
     seed: int = 0
     alternatives: tuple[str, ...] = ()
+    text_compressor: str | None = None
     num_resamples: int = NUM_RESAMPLES
     max_new_tokens: dict[str, int] = field(default_factory=lambda: {"question_answering": 32, "summarisation": 128})
     context_tokens: int = 256
@@ -113,6 +116,8 @@ class EvaluationSettings:
             check_choice("task", task, TASKS)
         for name in self.alternatives:
             check_choice("alternative", name, ALTERNATIVES)
+        if ("keep_drop" in self.alternatives) != (self.text_compressor is not None):
+            raise ValueError("the alternative keep_drop and text_compressor, the folder of a checkpoint, go together")
         check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
         if self.memory_dtype is not None:
             check_choice("memory_dtype", self.memory_dtype, MEMORY_DTYPES)

@@ -41,7 +41,12 @@ _METRICS = {
     "continuation": {"perplexity": "perplexity"},
 }
 # Condition of the evaluation -> name of the baseline on the card.
-_ALTERNATIVES = {"cut": "truncated text", "bm25": "BM25 sentences", "self_information": "unexpected tokens"}
+_ALTERNATIVES = {
+    "cut": "truncated text",
+    "bm25": "BM25 sentences",
+    "self_information": "unexpected tokens",
+    "keep_drop": "kept words",
+}
 _NOT_STATED = "not stated"
 # What a recipe's entry says of its data.
 _OF_DATA = ("licence", "hub_id", "title")

@@ -248,6 +248,17 @@ class RankedKeyValuesModel(HeadwiseModel):
         kept = kept_pairs(((places, places),) * len(key_values), scores, chunks.attention_mask, counts)
         return [of_layer[..., 0] for of_layer, _ in kept.key_values]
 
+    @torch.no_grad()
+    def token_scores(self, input_ids: Tensor) -> Tensor:
+        """Scores of (2) of each token, `(batch_size, num_layers * num_heads, num_tokens)`, the higher the sooner kept.
+
+        Args:
+            input_ids: texts of one chunk without pads, `(batch_size, num_tokens)`.
+        """
+        rows = self.context_rows(input_ids, None, "input_ids")
+        check_together(rows)
+        return self._scored(self.chunks_of(rows))[1]
+
     def _scored(self, chunks: Chunks) -> tuple[KeyValues, Tensor]:
         """(1) and (2), which leave of no layer what its attention reads."""
         key_values, found = self._read(chunks, lambda layer, states: self.scorers[layer](states))

@@ -32,7 +32,17 @@ examples:
   context-compressors train epl/icae.yaml epl/layouts/enhanced.yaml epl/bases/llama3.2_1b.yaml epl/pretraining.yaml
   context-compressors train my_recipe.yaml --resume_from_checkpoint latest
 """
-OBJECTIVES = ("teacher", "compression", "distillation", "joint", "segments", "windows", "denoising", "retrieval")
+OBJECTIVES = (
+    "teacher",
+    "compression",
+    "distillation",
+    "joint",
+    "segments",
+    "windows",
+    "denoising",
+    "retrieval",
+    "keep_drop",
+)
 OPTIMIZERS = ("adamw", "muon", "adafactor")
 RATIO_MODES = ("all", "random", "per_sample")
 CONTEXT_MODES = ("compressed", "full_context", "no_context")
@@ -44,10 +54,11 @@ _COMPRESSING = ("compression", "distillation", "joint", "segments", "windows", "
 _READING = ("compression", "distillation", "teacher", "windows")
 # The objectives that have a use for a field; any other refuses it.
 OBJECTIVES_OF: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("encoder", "adapter", "checkpoint_config", "model_config", "method_config"), (*_COMPRESSING, "retrieval")
-    ),
-    **dict.fromkeys(("teacher", "kl_weight", "nll_weight"), ("distillation",)),
+    **dict.fromkeys(("encoder", "adapter", "checkpoint_config", "method_config"), (*_COMPRESSING, "retrieval")),
+    "model_config": (*_COMPRESSING, "retrieval", "keep_drop"),
+    "label_texts": ("keep_drop",),
+    "teacher": ("distillation", "keep_drop"),
+    **dict.fromkeys(("kl_weight", "nll_weight"), ("distillation",)),
     "teacher_lora": ("teacher",),
     **dict.fromkeys(
         ("eval_sources", "context_prefix", "questions_per_example", "overlong_contexts"), (*_COMPRESSING, "teacher")
@@ -100,7 +111,9 @@ class ModelArguments:
     checkpoint: str | None = _option(None, "checkpoint to go on from; of a teacher, its adapter's folder")
     checkpoint_base: str | None = _option(None, "folder or Hub id of a light checkpoint's base")
     checkpoint_config: Fields | None = _option(None, "fields to change, e.g. {training_stage: keft}")
-    model_config: Fields | None = _option(None, "configuration of a new T5, e.g. {d_model: 192}")
+    model_config: Fields | None = _option(
+        None, "configuration of a new T5, e.g. {d_model: 192}, or of keep_drop's classifier"
+    )
     tokenizer: str | None = _option(None, "folder or Hub id of a tokenizer, if not the base's or checkpoint's")
     method: str | None = _option(None, "compression method; default: the checkpoint's, or mean_pooling")
     method_config: Fields | None = _option(None, "fields of it, e.g. {compression_ratios: [4, 8]}")
@@ -205,6 +218,7 @@ class TrainingFields:
     context_mode: str = _option("compressed", ", ".join(CONTEXT_MODES))
     contrastive_temperature: float = _option(1.0, "divides the scores of retrieval")
     fit_scorers: int = _option(0, "contexts that the scorers of ranked_key_values are fitted to at first")
+    label_texts: int = _option(1000, "texts that the teacher of keep_drop labels")
     sample_answers_steps: int = _option(0, "steps between answers in the log; 0 for none")
 
     def check_fields(self) -> None:

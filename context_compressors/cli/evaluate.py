@@ -147,6 +147,8 @@ def _records(arguments: argparse.Namespace, on_hub: bool) -> dict[str, TrainingD
         name = f"{model_label(arguments.model)}, by {Path(path).name}"
         add_record(records, name, TrainingDocuments(chose=reported_documents(path)))
     add_record(records, model_label(arguments.model), TrainingDocuments.of(arguments.model, on_hub))
+    if arguments.text_compressor is not None:
+        add_record(records, model_label(arguments.text_compressor), TrainingDocuments.of(arguments.text_compressor))
     if arguments.teacher is not None:
         add_record(records, model_label(arguments.teacher), TrainingDocuments.of(arguments.teacher))
     return records
@@ -296,9 +298,10 @@ def _rank(arguments: argparse.Namespace) -> None:
         nargs="+",
         default=[],
         metavar="KIND",
-        help="beside each ratio, as many tokens of the text: its beginning (cut), BM25's sentences (bm25), or those "
-        "that the base expects least (self_information)",
+        help="beside each ratio, as many tokens of the text: its beginning (cut), BM25's sentences (bm25), those "
+        "that the base expects least (self_information), or the words that --text-compressor keeps (keep_drop)",
     ),
+    argument("--text-compressor", metavar="MODEL", help="checkpoint of keep_drop"),
     argument("--zero-shot", action="store_true", help="also score the base language model with the adapters off"),
     argument("--bounds-only", action="store_true", help="score no context and full context only"),
     argument("--ratios-only", action="store_true", help="leave out no context and full context"),
