@@ -20,9 +20,11 @@ test: $(VENV)/.installed-dev
 test-fast: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-# Other systems that this package works with, some of them large, and transformers' own tests of models.
-test-integrations: $(INTEGRATIONS)/.installed
-	EVERY_METHOD=1 $(INTEGRATIONS)/bin/python -P -m pytest -n0 tests/integrations tests/suites tests/modeling/test_compiled.py $(PYTEST_ARGS)
+# Before a release: other systems that this package works with, some of them large, transformers' own tests of models,
+# and what takes minutes in other processes and compilers (FSDP, killed runs, pages that train, compiled methods).
+test-integrations: $(INTEGRATIONS)/.installed $(VENV)/.installed-dev
+	$(INTEGRATIONS)/bin/python -P -m pytest -n0 tests/integrations tests/suites $(PYTEST_ARGS)
+	$(PYTEST) -m release $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.installed-dev
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PYTEST) tests/fuzz $(PYTEST_ARGS)

@@ -23,6 +23,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 sys.dont_write_bytecode = False
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `make test-integrations` runs before a release: minutes in other processes and in compilers."""
+    if "release" in config.option.markexpr:
+        return
+    release = [item for item in items if item.get_closest_marker("release")]
+    config.hook.pytest_deselected(items=release)
+    items[:] = [item for item in items if item not in set(release)]
+
+
 def pytest_collection_finish() -> None:
     # What is imported by now stays, and need not be gone through again and again; models of tests are small.
     gc.freeze()

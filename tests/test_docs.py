@@ -77,12 +77,14 @@ def test_the_page_on_the_demo_runs(workplace: Path):
     assert len(names["found"].is_likeliest) == len(names["ids"])
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_the_page_on_use_says_what_the_checkpoint_prints(smollm2_base: Path, tmp_path: Path):
     outputs = pages.run_on_the_checkpoint(DOCS / "use.md", tmp_path)
     assert [printed for _, printed in outputs] == [block.content for block, _ in outputs], "run tests/pages.py"
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_the_page_on_training_runs(workplace: Path):
     names, _ = pages.run_page(DOCS / "train.md")

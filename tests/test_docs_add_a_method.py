@@ -144,9 +144,10 @@ def test_the_method_passes_the_shared_tests_and_its_own(copied: Path):
     options = ("-q", "-n0", "-p", "no:cacheprovider", "-k", "window_end", "-m", "not slow or costly")
     output = run(copied, "-m", "pytest", *options, *files)
     passed = int(re.search(r"(\d+) passed", output)[1])
-    assert passed > 40, output
+    assert passed > 20, output
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_the_method_trains_answers_and_gets_its_card(copied: Path):
     (copied / "report.txt").write_text("Nora Lind wrote this report on bees.", encoding="utf-8")

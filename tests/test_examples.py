@@ -165,6 +165,7 @@ def test_the_client_gets_the_answers_that_the_pipeline_gives(
         ask(text, model="unknown")
 
 
+@pytest.mark.slow
 def test_the_papers_analyses_draw_and_count(small_checkpoints: Path, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT))
     analyses = importlib.import_module("examples.analyses")

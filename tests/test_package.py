@@ -246,6 +246,7 @@ def test_wheel_holds_every_file_and_works_in_a_clean_environment(
     check_install(clean_environment, clean_environment, tmp_path / "elsewhere")
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_editable_install_works_in_a_clean_environment(source_copy: Path, clean_environment: Path, tmp_path: Path):
     install(clean_environment, "--editable", source_copy)

@@ -94,6 +94,7 @@ def recipe_file(name: str) -> Path:
     return Path(context_compressors.training.__file__).parent / "recipes" / name
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_all_methods_train_about_as_many_parameters(comparison, tmp_path: Path):
     systems, counts = comparison(tmp_path), {}

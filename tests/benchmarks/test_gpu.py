@@ -22,6 +22,7 @@ report_to: none
 """
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_training_steps_of_all_attentions_agree(script, tmp_path):
     correctness, file = script("gpu.correctness"), tmp_path / "correctness.json"
@@ -32,6 +33,7 @@ def test_training_steps_of_all_attentions_agree(script, tmp_path):
     assert all(found["passed"] and found["largest_difference"] < 0.05 for found in results)
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_checkpoints_are_trained_and_asked_and_a_failure_costs_its_own_part(script, tmp_path, capsys):
     run = script("gpu.run")

@@ -9,6 +9,26 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from context_compressors import MeanPoolingForCausalLM
+from context_compressors.hub_cards import public_files
+
+
+@pytest.fixture(scope="session")
+def secrets_found():
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def each_text_searched_once(secrets_found, monkeypatch):
+    """Search each text for secrets once in a session: the code beside every checkpoint takes seconds."""
+    search = public_files._secrets
+
+    def search_once(texts):
+        for path, text in texts.items():
+            if (path, text) not in secrets_found:
+                secrets_found[path, text] = list(search({path: text}))
+            yield from secrets_found[path, text]
+
+    monkeypatch.setattr(public_files, "_secrets", search_once)
 
 
 @pytest.fixture

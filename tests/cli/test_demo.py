@@ -185,6 +185,7 @@ def test_the_base_of_a_light_checkpoint_is_fetched_before_it_is_loaded(
         demo.run(tmp_path)
 
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["chat"], indirect=True)
 def test_the_demo_runs_from_end_to_end_with_remote_code(checkpoint: Path, tmp_path: Path):

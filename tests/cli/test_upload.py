@@ -104,6 +104,7 @@ def test_weights_are_converted_and_two_runs_give_the_same_bytes(request, base, t
     assert (first / "LICENSE").read_text() == "The base's licence.\n"
 
 
+@pytest.mark.slow
 def test_missing_code_and_card_are_written(checkpoint, tmp_path):
     expected = contents(checkpoint)
     for path in [*checkpoint.glob("*.py"), checkpoint / "README.md"]:
@@ -227,6 +228,7 @@ def test_public_repositories_and_known_tags_are_refused(checkpoint, hub, capsys)
     assert [call[2]["private"] for call in hub.calls if call[0] == "create_repo"] == [True, False, False, False]
 
 
+@pytest.mark.slow
 def test_a_refusal_names_the_file(checkpoint, hub, capsys):
     (checkpoint / "NOTICE").write_text("in /home/nora/run")
     assert upload(checkpoint, "me/x", "--license", "mit") == 1

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations refuse wrong values when they are built, and come back from files as they were."""
 
-import re
-
 import pytest
 import transformers
 from transformers import AutoConfig, Gemma2Config, LlamaConfig
 
 from context_compressors.configuration import methods
 from context_compressors.configuration.configuration_compressor import CompressorConfig
-from context_compressors.configuration.configuration_decal import DeCALConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.configuration.field_checks import PROMPTED_TASKS
 from context_compressors.configuration.methods import METHODS
@@ -21,7 +18,6 @@ LORA_KEYS = "alpha.*dropout.*rank.*target_modules"
 WRONG = [
     ("compression_ratios", (), "at least 1"),
     ("compression_ratios", 0, "at least 1"),
-    ("compression_ratios", (4, -1), "at least 1"),
     ("compression_ratios", (4, 4), "different"),
     ("compression_ratios", True, "ints"),
     ("compression_ratios", "4", "ints"),
@@ -75,26 +71,6 @@ def test_wrong_adapter_settings_are_named(value, message):
             MeanPoolingConfig(**{side: value})
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "allowed"),
-    [
-        ("encoder_type", "t5", "'language_model', 'embeddings'"),
-        ("encoder_attention", "both", "'bidirectional', 'causal'"),
-    ],
-)
-def test_wrong_values_of_mean_pooling_are_named(field, value, allowed):
-    with pytest.raises(ValueError, match=f"`{field}`") as error:
-        MeanPoolingConfig(**{field: value})
-    assert allowed in str(error.value)
-    assert repr(value) in str(error.value)
-
-
-@pytest.mark.parametrize("fields", [{"encoder_lora": {}}, {"encoder_config": LlamaConfig(), "encoder_lora": None}])
-def test_without_an_encoder_there_is_nothing_to_adapt(fields):
-    with pytest.raises(ValueError, match=r"`encoder_type='embeddings'`.*must be None"):
-        MeanPoolingConfig(encoder_type="embeddings", **fields)
-
-
 @pytest.mark.parametrize("config_class", [CompressorConfig, MeanPoolingConfig])
 def test_every_field_comes_back_from_a_file(config_class, tmp_path):
     config = config_class(
@@ -124,13 +100,6 @@ def test_every_field_comes_back_from_a_file(config_class, tmp_path):
     assert loaded.get_encoder_config() is loaded.encoder_config
     assert loaded.get_text_config() is loaded.decoder_config
     assert config_class().to_dict() != loaded.to_dict()
-
-
-def test_none_stays_none_where_the_default_is_an_adapter(tmp_path):
-    MeanPoolingConfig(encoder_lora=None, decoder_lora=None).save_pretrained(tmp_path)
-    loaded = MeanPoolingConfig.from_pretrained(tmp_path)
-    assert loaded.encoder_lora is None
-    assert loaded.decoder_lora is None
 
 
 def test_one_ratio_or_pattern_needs_no_list():
@@ -164,11 +133,6 @@ def test_all_three_auto_classes_are_named():
     }
 
 
-def test_an_unknown_decoder_is_refused():
-    with pytest.raises(ValueError, match=re.escape("no_such_model")):
-        CompressorConfig(decoder_config={"model_type": "no_such_model"})
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_the_registers_line_names_what_the_auto_classes_load(method):
     import context_compressors
@@ -191,10 +155,3 @@ def test_a_card_names_fields_that_the_method_has(method):
     rows = dict(methods.config_class(method)().card_rows())
     assert all(isinstance(name, str) and name[0].isupper() for name in rows)
     assert len(rows) == len(methods.config_class(method).card_fields)
-
-
-@pytest.mark.parametrize("config_class", [MeanPoolingConfig, DeCALConfig])
-def test_bases_that_are_no_configurations_are_refused(config_class):
-    for wrong in (5, "llama", [2], {"model_type": "none"}):
-        with pytest.raises(ValueError, match="`decoder_config`"):
-            config_class(decoder_config=wrong)

@@ -319,6 +319,7 @@ def test_an_id_that_comes_again_is_kept_once_and_named(model, tmp_path):
     assert sum(report.num_tokens for report in total) == int(store.get(["a", "b", "c"]).num_context_tokens.sum())
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_a_run_that_is_killed_is_taken_up_again_and_nothing_is_done_twice_or_lost(model, tmp_path):
     texts = [f"This is page {i} of a long book. " * (i % 7 + 1) for i in range(300)]

@@ -196,6 +196,7 @@ for number in range(100_000):
 """
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_a_killed_writer_leaves_whole_versions_and_two_writers_keep_each_id_once(tmp_path):
     path = tmp_path / "s.lance"

@@ -229,6 +229,7 @@ def cells_of(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 
+@pytest.mark.slow
 def test_the_table_counts_every_method_beside_the_full_context(tmp_path):
     rows = cells_of(flops_table("llama-2-7b"))
     assert rows[0][:7] == ["full context", "", "", "", "49,968", "49,968", "1.00"]

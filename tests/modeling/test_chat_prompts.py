@@ -97,16 +97,6 @@ def test_with_the_documents_words_as_slots_all_logits_are_the_plain_models(metho
     torch.testing.assert_close(found, torch.cat([before, wanted[head + len(words) - 1 :]]), atol=1e-5, rtol=0)
 
 
-def test_an_empty_answer_is_a_message_like_any_other(method_cases, tokenizer):
-    model = chat_model(method_cases, tokenizer)
-    turns = [("user", "who?"), ("assistant", ""), ("user", "when?"), ("assistant", "ten"), ("user", "where?")]
-    messages = [{"role": role, "content": content} for role, content in turns]
-    ids, words = message_ids(model.config, tokenizer, messages), encode(tokenizer, DOCUMENT)
-    whole = templated(tokenizer, messages)
-    place = next(i for i in range(len(whole)) if whole[i : i + len(words)] == words)
-    assert ids == [*whole[:place], *whole[place + len(words) :]]
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_of_a_batch_have_the_plain_models_logits(method_cases, tokenizer, side):
     model = chat_model(method_cases, tokenizer)
@@ -147,13 +137,6 @@ def test_the_reader_of_the_whole_text_sees_the_template(method_cases, tokenizer)
     for messages in CONVERSATIONS:
         ids = message_ids(config, tokenizer, messages, encode(tokenizer, DOCUMENT))
         assert ids == templated(tokenizer, messages)
-
-
-def test_a_plain_checkpoint_has_the_whole_text_in_front_of_a_conversation(method_cases, tokenizer):
-    config, words = method_cases["mean_pooling"].model.config, encode(tokenizer, DOCUMENT)
-    text = tokenizer.apply_chat_template(TWO_TURNS, tokenize=False, add_generation_prompt=True)
-    ids = message_ids(config, tokenizer, TWO_TURNS, words)
-    assert ids == [tokenizer.bos_token_id, *words, *encode(tokenizer, text)[1:]]
 
 
 def test_training_builds_the_ids_that_the_pipeline_asks_with(method_cases, tokenizer, tmp_path):
@@ -203,26 +186,6 @@ def test_the_pipeline_takes_conversations(method_cases, tokenizer):
     assert one == {"answer": tokenizer.decode(written, skip_special_tokens=True).strip()}
 
 
-def test_served_embeddings_stand_in_the_templates_order(method_cases, tokenizer):
-    model = chat_model(method_cases, tokenizer)
-    memory = model.compress(torch.tensor([encode(tokenizer, DOCUMENT)]), ratio=2)
-    embeds = memory.to_prompt_embeds(tokenizer, "Who?", model)
-    ids = prompt_ids(tokenizer, ["Who?"], "chat")
-    table = model.get_input_embeddings()
-    parts = [table(torch.tensor(ids.head)), memory.embeddings[0], table(torch.tensor(ids.turns[0]))]
-    torch.testing.assert_close(embeds, torch.cat(parts))
-
-
-def test_words_that_name_special_tokens_are_characters(method_cases, tokenizer):
-    config = chat_model(method_cases, tokenizer).config
-    question = "Who?</s><s>system"
-    ids = question_ids(config, text_tokenizer(tokenizer), question)
-    usual = question_ids(config, tokenizer, "Who?")
-    specials = [token for token in ids if token in tokenizer.all_special_ids]
-    assert specials == [token for token in usual if token in tokenizer.all_special_ids]
-    assert question in tokenizer.decode(ids)
-
-
 def test_behind_a_task_token_the_template_is_special_and_words_are_not(method_cases, tokenizer):
     config = method_cases["icae"].model.config
     start = [config.continuation_token_id]
@@ -264,19 +227,6 @@ def test_a_tokenizer_without_a_fitting_template_is_refused(tiny_tokenizer):
     tiny_tokenizer.chat_template = "{{ messages | length }}"
     with pytest.raises(ValueError, match="leaves out what the user says"):
         prompt_ids(tiny_tokenizer, ["Who?"], "chat")
-
-
-def test_a_pipeline_is_asked_by_question_or_by_messages(method_cases, tokenizer):
-    pipe = ContextCompressionQAPipeline(model=chat_model(method_cases, tokenizer), tokenizer=tokenizer, device="cpu")
-    with pytest.raises(ValueError, match="either `question` or `messages`"):
-        pipe(context=DOCUMENT)
-    with pytest.raises(ValueError, match="either `question` or `messages`"):
-        pipe("Who?", messages=ONE_TURN, context=DOCUMENT)
-    with pytest.raises(ValueError, match="`prompt` is what a `question` stands in"):
-        pipe(messages=ONE_TURN, context=DOCUMENT, prompt="{question}")
-    model, fields = pipe.model, {"tokenizer": tokenizer, "device": "cpu"}
-    with pytest.raises(ValueError, match="`prompt` is what a `question` stands in"):
-        ContextCompressionQAPipeline(model=model, prompt="{question}", **fields)(messages=ONE_TURN, context=DOCUMENT)
 
 
 @pytest.mark.slow

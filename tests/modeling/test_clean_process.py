@@ -143,12 +143,10 @@ def files(folder):
 def test_folders_load_without_this_package_save_again_and_load_again(
     method_cases, inputs, run_clean, tmp_path, local_hub, start_light
 ):
-    """Of every method a whole and a light checkpoint, and merged ones."""
-    models = {}
-    for name, case in method_cases.items():
-        models[f"{name} whole"] = case.on(variant="enhanced").model
-        models[f"{name} light"] = start_light(case, local_hub)
+    """Of every method a checkpoint, and of one for each memory form a light, a merged one and one on another base."""
+    models = {f"{name} whole": case.on(variant="enhanced").model for name, case in method_cases.items()}
     for name in ON_EVERY_BASE:
+        models[f"{name} light"] = start_light(method_cases[name], local_hub)
         models[f"{name} gemma2"] = method_cases[name].on(architecture="gemma2", attention="eager").model
         models[f"{name} merged"] = method_cases[name].build()
         models[f"{name} merged"].merge_adapters()
@@ -204,16 +202,17 @@ for model, tokenizer, target, kind in jobs:
 """
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_light_checkpoints_are_trained_as_remote_code_and_their_children_load_without_this_package(
     method_cases, inputs, run_clean, tmp_path, local_hub, start_light, tiny_tokenizer
 ):
-    models = {name: start_light(case, local_hub) for name, case in method_cases.items()}
+    models = {name: start_light(method_cases[name], local_hub) for name in ON_EVERY_BASE}
     parents = {}
     for name, model in models.items():
         model.save_pretrained(tmp_path / name / "parent")
         tiny_tokenizer.save_pretrained(tmp_path / name / "parent")
-        for kind in ("sft", "distillation") if name in ON_EVERY_BASE else ("sft",):
+        for kind in ("sft", "distillation"):
             parents[tmp_path / name / kind] = model
     jobs = [(str(child.parent / "parent"), str(child), child.name) for child in parents]
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))

@@ -2,30 +2,35 @@
 """`torch.compile` of a compressor that has just been made: what a pass writes must be there before."""
 
 import copy
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from tiny_bases import ids_of
-from tiny_models import METHODS, Case
+from tiny_models import METHODS, ON_EVERY_BASE, Case
 from transformers import CompileConfig
 
 from context_compressors.modeling.parts.lora import PASSES
 
 SETTINGS = [[Case(method, variant) for variant in ("easy", *method.hard)] for method in METHODS]
-# Each method in its first setting with an adapter. `make test-integrations` compiles all; each takes up to a minute.
 ADAPTED = [next(case for case in cases if {"encoder_lora", "decoder_lora"} & case.fields.keys()) for cases in SETTINGS]
-if "EVERY_METHOD" not in os.environ:
-    ADAPTED = [case for case in ADAPTED if case.method.name in ("mean_pooling", "five_hundred_x")]
 
 
+# Each method in its first setting with an adapter. Each takes up to a minute: those that are like others in what
+# compilers see are compiled before a release.
 @pytest.mark.slow
-@pytest.mark.parametrize("adapted", ADAPTED, ids=str)
+@pytest.mark.parametrize(
+    "adapted",
+    [
+        pytest.param(case, marks=() if case.method.name in ON_EVERY_BASE else pytest.mark.release, id=str(case))
+        for case in ADAPTED
+    ],
+)
 def test_a_compiled_model_reads_and_trains_as_an_eager_one(adapted, inputs):
     check(adapted, inputs, "eager")
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_one_method_in_compiled_kernels(method_cases, inputs):
     check(method_cases["icae"], inputs, "inductor")

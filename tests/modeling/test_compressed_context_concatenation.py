@@ -75,25 +75,6 @@ def test_joined_documents_equal_one_chunked_context(carrier, layout):
             assert torch.equal(found_values, values)
 
 
-@pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
-def test_two_documents_of_510_tokens_get_the_ids_of_table_13(carrier):
-    counts = torch.tensor([102])
-    ids = encoder_position_ids(510, 102, "enhanced")[1][None]
-    memories, keys = [], []
-    for _ in range(2):
-        memory = make_memory((102,), carrier=carrier, layout="enhanced", position_ids=ids, ratio=5)
-        memory = replace(memory, num_context_tokens=counts * 5)
-        if carrier == "key_values":
-            keys.append(memory.key_values[0][0])
-            memory = replace(memory, key_values=((rotated(keys[-1], ids), memory.key_values[0][1]),))
-        memories.append(memory)
-    joined = CompressedContext.concatenate(memories)
-    assert torch.equal(joined.position_ids, torch.cat([torch.arange(3, 509, 5), torch.arange(513, 1019, 5)])[None])
-    if carrier == "key_values":
-        from_scratch = rotated(torch.cat(keys, dim=2), joined.position_ids)
-        torch.testing.assert_close(joined.key_values[0][0], from_scratch, rtol=0, atol=1e-4)
-
-
 def test_keys_far_along_are_rotated_as_if_from_scratch():
     memory = make_memory((3,), carrier="key_values", layout="enhanced", num_context_tokens=torch.tensor([120_000]))
     joined = CompressedContext.concatenate([memory, memory])
@@ -102,15 +83,6 @@ def test_keys_far_along_are_rotated_as_if_from_scratch():
     keys = memory.key_values[0][0].double()
     expected = apply_rotary_pos_emb(keys, keys, cosine[:, 0], sine[:, 0])[1]
     torch.testing.assert_close(joined.key_values[0][0][:, :, 3:].double(), expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_rotated_keys_keep_their_dtype(dtype):
-    memory = make_memory((2,), carrier="key_values", layout="enhanced", dtype=dtype)
-    joined = CompressedContext.concatenate([memory, memory])
-    assert joined.dtype == dtype
-    exact = CompressedContext.concatenate([memory.to(torch.float64)] * 2).key_values[0][0]
-    torch.testing.assert_close(joined.key_values[0][0].double(), exact, rtol=0.01, atol=0.01)
 
 
 def test_gradients_flow_through_joined_keys():
@@ -129,24 +101,6 @@ def test_one_document_is_itself_and_empty_documents_add_nothing():
     assert torch.equal(joined.position_ids, memory.position_ids)
     assert torch.equal(joined.embeddings[0], memory.embeddings[0])
     assert CompressedContext.concatenate([empty, empty]).embeddings.shape == (2, 0, HIDDEN_SIZE)
-
-
-@pytest.mark.parametrize(
-    ("ratios", "expected"),
-    [
-        ((4, 4), 4),
-        ((torch.tensor([4, 2]), torch.tensor([4, 2])), [4, 2]),
-        ((torch.tensor([4, 4]), 4), [4, 4]),
-        ((8, 4), [6, 1]),
-    ],
-)
-def test_documents_of_different_ratios_get_their_common_one(ratios, expected):
-    memories = [
-        make_memory((2, 0), ratio=ratio, num_context_tokens=torch.tensor([tokens, 0]))
-        for ratio, tokens in zip(ratios, (16, 7), strict=True)
-    ]
-    ratio = CompressedContext.concatenate(memories).ratio
-    assert (ratio.tolist() if isinstance(ratio, torch.Tensor) else ratio) == expected
 
 
 @pytest.mark.parametrize(
@@ -178,14 +132,3 @@ def test_other_refusals_of_concatenate():
         CompressedContext.concatenate([memory, replace(memory, inverse_frequencies=None)])
     with pytest.raises(ValueError, match="different inverse_frequencies"):
         CompressedContext.concatenate([memory, replace(memory, inverse_frequencies=memory.inverse_frequencies * 2)])
-
-
-def test_any_iterable_of_memories_is_joined():
-    memories = [make_memory(), make_memory()]
-    joined = CompressedContext.concatenate(memory for memory in memories)
-    assert joined.embeddings.equal(CompressedContext.concatenate(memories).embeddings)
-
-
-def test_default_keys_join_without_frequencies():
-    memory = replace(make_memory(carrier="key_values"), inverse_frequencies=None)
-    assert CompressedContext.concatenate([memory, memory]).num_slots.tolist() == [6, 10, 0]

@@ -5,11 +5,10 @@ import hashlib
 import os
 import re
 import struct
-from dataclasses import replace
 
 import pytest
 import torch
-from random_memories import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, NUM_LAYERS, assert_same, make_memory
+from random_memories import assert_same, make_memory
 from safetensors.torch import save_file
 
 from context_compressors.modeling.memory.carriers import carrier_tensors
@@ -28,31 +27,6 @@ def test_a_saved_memory_loads_bit_for_bit(tmp_path, carrier, dtype, ratio):
     loaded = CompressedContext.load(tmp_path / "new folder" / "document.safetensors", model_id="me/compressor")
     assert_same(loaded, memory)
     assert os.listdir(tmp_path / "new folder") == ["document.safetensors"]
-
-
-@pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
-def test_equal_memories_are_equal_files(tmp_path, carrier):
-    memory = make_memory(carrier=carrier)
-    names = [tmp_path / f"{number}.safetensors" for number in range(8)]
-    for name in names:
-        memory.save(name)
-    assert len({name.read_bytes() for name in names}) == 1
-
-
-@pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
-def test_a_memory_without_slots_loads(tmp_path, carrier):
-    memory = make_memory((0, 0), carrier=carrier)
-    memory.save(tmp_path / "empty.safetensors")
-    assert_same(CompressedContext.load(tmp_path / "empty.safetensors"), memory)
-    assert memory.nbytes == 0
-
-
-def test_tensors_of_one_storage_with_gradients_are_saved(tmp_path):
-    storage = torch.randn(2, 1, NUM_HEADS, 5, HEAD_DIM, requires_grad=True)
-    memory = make_memory((5,), carrier="key_values")
-    memory = replace(memory, key_values=((storage[0], storage[1]), (storage[0].mT.mT, storage[1])))
-    memory.save(tmp_path / "shared.safetensors")
-    assert_same(CompressedContext.load(tmp_path / "shared.safetensors"), memory)
 
 
 def test_loading_converts_the_carrier_alone(tmp_path):
@@ -100,20 +74,6 @@ def test_the_memory_of_another_model_is_refused(tmp_path, carrier, expectation, 
     with pytest.raises(ValueError, match=message) as error:
         CompressedContext.load(path, **expectation)
     assert str(path) in str(error.value)
-
-
-def test_the_memory_of_the_right_model_is_accepted(tmp_path):
-    make_memory(carrier="key_values").save(tmp_path / "keys.safetensors")
-    CompressedContext.load(tmp_path / "keys.safetensors", key_value_shape=(NUM_LAYERS, NUM_HEADS, HEAD_DIM))
-    make_memory().save(tmp_path / "slots.safetensors")
-    CompressedContext.load(tmp_path / "slots.safetensors", model_id="me/compressor", hidden_size=HIDDEN_SIZE)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nothing\.safetensors"):
-        CompressedContext.load(tmp_path / "nothing.safetensors")
-    with pytest.raises(ValueError, match="is a folder"):
-        CompressedContext.load(tmp_path)
 
 
 def test_other_files_are_refused(tmp_path):
@@ -178,37 +138,11 @@ def write_anyhow(path, memory, monkeypatch, **metadata):
     write_memory_file(path, tensors, {**stored, **metadata})
 
 
-def test_a_whole_file_with_wrong_content_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "memory.safetensors"
-    memory = make_memory((2, 1))
-    memory.attention_mask = torch.ones(2, 7, dtype=torch.long)
-    write_anyhow(path, memory, monkeypatch)
-    with pytest.raises(ValueError, match=r"does not hold a valid memory: attention_mask must have shape \(2, 2\)"):
-        CompressedContext.load(path)
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        {"ratio": "9" * 30},
-        {"ratio": "four"},
-        {"carrier": "key_values", "num_layers": "9" * 12},
-    ],
-    ids=str,
-)
-def test_a_header_that_was_altered_with_its_checksum_is_refused(tmp_path, monkeypatch, metadata):
-    path = tmp_path / "memory.safetensors"
-    write_anyhow(path, make_memory(), monkeypatch, **metadata)
-    with pytest.raises(ValueError, match=re.escape(f"{path} does not hold a valid memory")):
-        CompressedContext.load(path)
-
-
 @pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_a_memory_that_is_not_finite_is_neither_saved_nor_loaded(tmp_path, monkeypatch, carrier, wrong):
+def test_a_memory_that_is_not_finite_is_neither_saved_nor_loaded(tmp_path, monkeypatch, carrier):
     path = tmp_path / "memory.safetensors"
     memory = make_memory(carrier=carrier)
-    carrier_tensors(memory)[-1][0, 0, 0] = wrong
+    carrier_tensors(memory)[-1][0, 0, 0] = float("nan")
     with pytest.raises(ValueError, match=f"{carrier} must be finite"):
         memory.save(path)
     assert not path.exists()
@@ -253,13 +187,3 @@ def test_a_hostile_header_is_refused_with_the_files_name(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(str(path))):
         CompressedContext.load(path)
-
-
-def test_saving_replaces_a_link_and_leaves_what_it_points_to(tmp_path):
-    (tmp_path / "elsewhere").write_text("precious")
-    (tmp_path / "folder").mkdir()
-    path = tmp_path / "folder" / "memory.safetensors"
-    path.symlink_to(tmp_path / "elsewhere")
-    make_memory().save(path)
-    assert (tmp_path / "elsewhere").read_text() == "precious"
-    assert not path.is_symlink()

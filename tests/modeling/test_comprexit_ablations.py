@@ -7,7 +7,7 @@ from comprexit_parts import random_like, transmission
 from tiny_bases import ids_of
 
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
-from context_compressors.modeling.modeling_comprexit import ComprExITModel, WindowAttention
+from context_compressors.modeling.modeling_comprexit import WindowAttention
 from context_compressors.modeling.parts.pooling import mean_pool
 
 
@@ -38,13 +38,6 @@ def test_shuffled_receivers_are_the_same_slots_in_another_order():
     assert moved
 
 
-def test_uniform_sender_mass_has_nothing_to_learn():
-    module = transmission(uniform_sender_share=1.0)
-    assert not any("sender_score" in name for name, _ in module.named_parameters())
-    mask = torch.tensor([[[True, True, True, True, False]]])
-    assert module.sender_mass(torch.randn(1, 1, 5, 6), mask)[0, 0].tolist() == [0.25] * 4 + [0.0]
-
-
 def test_windowed_attention_is_its_naive_twin():
     module = random_like(WindowAttention(6, 4))
     assert sorted(name for name, _ in module.named_children()) == ["key", "norm", "query"]
@@ -58,24 +51,6 @@ def test_windowed_attention_is_its_naive_twin():
             weights = (module.key(normed) @ module.query(normed.mean(dim=0)) / 2).softmax(dim=0)
             expected.append(weights @ block)
     torch.testing.assert_close(slots[slot_mask.bool()], torch.stack(expected), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("aggregation", "gate"), [("transport", "gate"), ("window_attention", "last_layer")])
-def test_maps_start_as_torch_starts_them(aggregation, gate):
-    base = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
-    base |= {"num_hidden_layers": 1, "num_attention_heads": 2}
-    model = ComprExITModel(ComprExITConfig(decoder_config=base, slot_aggregation=aggregation, token_anchors=gate))
-    maps = [model.transmission.query, model.transmission.key] if aggregation == "window_attention" else []
-    if aggregation == "transport":
-        transmission, layers = model.transmission, model.layer_gate
-        maps = [transmission.metric[1], transmission.value, layers.context, layers.layer, layers.anchor]
-        assert not transmission.sender_score[1].bias.any()
-    for linear in maps:
-        for parameter in (linear.weight, linear.bias):
-            # Uniform between -1/8 and 1/8, 1/8 = 1 / sqrt(64).
-            assert 0.1 < parameter.abs().max() <= 0.125
-            torch.testing.assert_close(parameter.std(), torch.tensor(0.125 / 3**0.5), rtol=0.25, atol=0)
-    assert not any(linear.bias.any() for linear in (model.slot_mlp[0], model.slot_mlp[2]))
 
 
 @torch.no_grad()

@@ -6,15 +6,12 @@ import weakref
 import pytest
 import torch
 from tiny_bases import ids_of
-from transformers import LlamaConfig
 
-from context_compressors.configuration.configuration_comprexit import ComprExITConfig
 from context_compressors.evaluation.slot_origins import information_flow
 from context_compressors.modeling import modeling_comprexit
-from context_compressors.modeling.modeling_comprexit import ComprExITModel
 
 # transformers has no sdpa for Gemma 2.
-BASES = ["llama-sdpa", "llama-eager", "qwen2-sdpa", "qwen3-sdpa", "mistral-sdpa", "mistral-eager", "gemma2-eager"]
+BASES = ["llama-sdpa", "mistral-sdpa", "gemma2-eager"]
 
 
 @pytest.fixture
@@ -104,41 +101,6 @@ def test_an_accelerator_reads_longer_segments(comprexit):
     assert model._segment_length(torch.empty(64, 2048, device="meta")) == 4 * 128
 
 
-def test_a_frozen_base_keeps_no_activations(comprexit):
-    """What a training step holds of the encoder are its states, and no graph behind them."""
-    model = comprexit.build().train()
-    held = []
-    model.model.language_model.register_forward_hook(lambda _, __, outputs: held.append(outputs.hidden_states))
-    model.compress(ids_of(9))
-    assert len(held[0]) == 3
-    assert not any(states.requires_grad for states in held[0])
-    assert model.compress(ids_of(9)).embeddings.requires_grad
-
-
-def test_later_windows_leave_the_slots_of_earlier_ones_alone(comprexit):
-    model, ids = comprexit.build(), ids_of(14)
-    before = model.compress(ids, ratio=2).embeddings
-    ids[0, 8] = 4
-    after = model.compress(ids, ratio=2).embeddings
-    assert after[0, :4].equal(before[0, :4])
-    assert (after[0, 4:] != before[0, 4:]).any(dim=1).all()
-
-
-def test_slots_start_about_as_large_as_token_embeddings():
-    """On a base of the usual start values: neither lost in rounding nor far outside what the decoder reads."""
-    torch.manual_seed(0)
-    base = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
-    )
-    model = ComprExITModel(ComprExITConfig(decoder_config=base)).eval()
-    slots = model.compress(torch.randint(5, 512, (1, 256))).embeddings
-    ratio = slots.std() / model.get_input_embeddings().weight.std()
-    assert 0.3 < ratio < 10
-    assert not model.slot_mlp[0].bias.any()
-    assert not model.transmission.sender_score[1].weight.any()
-    torch.testing.assert_close(model.layer_gate.layer_embeddings.std(), torch.tensor(0.02), atol=0.002, rtol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_method_parts_compute_in_float32_whatever_comes_in(comprexit, dtype):
     model = comprexit.build(decoder_lora=None).model
@@ -182,19 +144,3 @@ def test_information_flow_is_what_compressing_uses(comprexit, random_rows, pad_r
     assert not flow.allocation[1, :, 6:].any()
     assert not flow.layer_weights[1, 6:].any()
     assert not flow.allocation[0, 0, 3:].any()
-
-
-def test_information_flow_without_a_gate_has_no_layer_weights(comprexit):
-    model = comprexit.build(token_anchors="last_layer", slot_aggregation="mean", chunk_size=16).model
-    flow = information_flow(model, ids_of(9), ratio=2)
-    assert flow.layer_weights is None
-    assert flow.allocation[0, :2].tolist() == [[0.5, 0.5] + [0.0] * 7, [0, 0, 0.5, 0.5] + [0.0] * 5]
-    assert flow.allocation[0, 4].tolist() == [0.0] * 8 + [1.0]
-
-
-def test_information_flow_of_several_chunks_or_of_nothing_is_refused(comprexit):
-    model = comprexit.build(chunk_size=8).model
-    with pytest.raises(ValueError, match=r"1 to 8 tokens \(one chunk\), got 9"):
-        information_flow(model, ids_of(9))
-    with pytest.raises(ValueError, match="got 0"):
-        information_flow(model, ids_of(0))

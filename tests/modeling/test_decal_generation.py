@@ -5,13 +5,12 @@ import copy
 
 import pytest
 import torch
-from decal_models import EOS, GREEDY, SETTINGS, START, VOCAB_SIZE, build, raises
+from decal_models import EOS, GREEDY, START, VOCAB_SIZE, build, raises
 from transformers import (
     AutoModel,
     AutoModelForSeq2SeqLM,
     DynamicCache,
     EncoderDecoderCache,
-    GenerationConfig,
     LlamaConfig,
 )
 
@@ -19,7 +18,7 @@ from context_compressors import CompressedContext, DeCALConfig, DeCALForConditio
 from context_compressors.modeling.parts.cache_name import CACHE
 
 
-@pytest.fixture(scope="module", params=list(SETTINGS))
+@pytest.fixture(scope="module", params=["decal", "ccproxy", "attention_pooling"])
 def model(request):
     return build(request.param)
 
@@ -35,16 +34,6 @@ def question(random_rows):
 
 
 # --- padding and batches ---
-
-
-def test_every_token_reaches_every_slot(model, random_rows):
-    ids = torch.stack(random_rows([12]))
-    before = model.compress(ids).embeddings
-    for place in (0, 5, 11):
-        changed = ids.clone()
-        changed[0, place] = 5 + (changed[0, place] + 1) % (VOCAB_SIZE - 5)
-        after = model.compress(changed).embeddings
-        assert ((after - before).abs().amax(dim=-1) > 1e-6).all(), place
 
 
 def test_padding_changes_nothing(model, random_rows, pad_rows):
@@ -71,12 +60,6 @@ def test_each_row_may_have_its_own_ratio(decal, random_rows, pad_rows):
     for index, ratio in enumerate((3, 8)):
         alone = decal.compress(rows[index][None], ratio=ratio)
         torch.testing.assert_close(memory.rows(index).embeddings, alone.embeddings, atol=1e-5, rtol=1e-4)
-
-
-def test_several_ratios_in_one_call(decal, random_rows):
-    ids = torch.stack(random_rows([13]))
-    for ratio, memory in zip((2, 8), decal.compress(ids, ratio=[2, 8]), strict=True):
-        assert memory.embeddings.equal(decal.compress(ids, ratio=ratio).embeddings)
 
 
 def test_chunks_are_compressed_apart(random_rows):
@@ -109,8 +92,8 @@ def test_an_empty_row_sends_no_nan_into_the_gradients(random_rows):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("places", [[2, 3, 4, 5], [0, 1, 2, 3], [0, 2, 3, 5]], ids=["left", "right", "between"])
-def test_pads_of_a_text_may_stand_anywhere(model, places, random_rows):
+def test_pads_of_a_text_may_stand_anywhere(model, random_rows):
+    places = [0, 2, 3, 5]
     memory = model.compress(torch.stack(random_rows([9])))
     row, mask = torch.tensor([START, 7, 8, 9]), torch.zeros(1, 6, dtype=torch.long)
     text = torch.full((1, 6), 99)
@@ -153,16 +136,6 @@ def test_caches_change_nothing(attention, question, random_rows, pad_rows):
     assert len(output.scores) == 5
 
 
-def test_greedy_text_is_the_likeliest_of_forward(decal, question, random_rows):
-    memory = decal.compress(torch.stack(random_rows([13, 13])))
-    generated = decal.generate(question, memory=memory, **GREEDY)
-    text = torch.cat([torch.full((2, 1), START), generated], dim=1)
-    logits = decal(input_ids=text, memory=memory).logits
-    scores = logits[:, 4:-1].clone()
-    scores[:, :, 1] = -torch.inf  # min_new_tokens keeps EOS away
-    assert scores.argmax(-1).equal(generated[:, 4:])
-
-
 def test_the_start_token_stands_in_front_once(decal, question, random_rows):
     memory = decal.compress(torch.stack(random_rows([13])))
     expected = decal.generate(question, memory=memory, **GREEDY)
@@ -172,18 +145,6 @@ def test_the_start_token_stands_in_front_once(decal, question, random_rows):
     nothing_asked = decal.generate(memory=memory, **GREEDY)
     assert nothing_asked.shape == (1, 5)
     assert decal.generate(torch.stack(random_rows([13])), **GREEDY)[:, 1:].equal(nothing_asked)
-
-
-def test_a_row_with_the_start_token_answers_alone_as_beside_one_without(decal, random_rows, pad_rows):
-    memory = decal.compress(torch.stack(random_rows([13])))
-    plain, short = random_rows([4, 2], seed=1)
-    rows = [torch.cat([torch.tensor([START]), plain]), plain, short, torch.tensor([START])]
-    alone = [decal.generate(row[None], memory=memory, **GREEDY)[0, -5:] for row in rows]
-    assert alone[0].equal(alone[1])
-    for side in ("left", "right"):
-        ids, mask = pad_rows(rows, side)
-        together = decal.generate(ids, attention_mask=mask, memory=memory, **GREEDY)[:, -5:]
-        assert together.equal(torch.stack(alone))
 
 
 @pytest.mark.parametrize("eos", [EOS, [EOS, 9]])
@@ -249,46 +210,6 @@ def test_a_memory_with_a_question_in_it_answers_that_question_only(question, ran
     with raises("questions"):
         CompressedContext.concatenate([memory, joined])
     assert CompressedContext.concatenate([memory, memory]).question_fingerprints.equal(memory.question_fingerprints)
-
-
-def test_a_question_in_the_encoder_is_the_same_with_eos_and_start(question, random_rows):
-    model = build(question_placement="encoder")
-    ids = torch.stack(random_rows([13, 13]))
-    start, end = torch.full((2, 1), START), torch.full((2, 1), EOS)
-    memory = model.compress(ids, question_input_ids=question)
-    expected = model.generate(question, memory=memory, **GREEDY)[:, -5:]
-    for parts in ([question, end], [start, question], [start, question, end]):
-        same = torch.cat(parts, dim=1)
-        found = model.compress(ids, question_input_ids=same)
-        assert found.question_fingerprints.equal(memory.question_fingerprints)
-        assert found.num_context_tokens.tolist() == [17, 17]
-        torch.testing.assert_close(found.embeddings, memory.embeddings)
-        assert model.generate(same, memory=memory, **GREEDY)[:, -5:].equal(expected)
-        assert model.generate(same, context_input_ids=ids, **GREEDY)[:, -5:].equal(expected)
-
-
-def test_without_a_question_there_is_nothing_to_refuse(random_rows):
-    model = build(question_placement="encoder")
-    memory = model.compress(torch.stack(random_rows([13])))
-    assert model.generate(memory=memory, **GREEDY).shape == (1, 5)
-
-
-def test_questions_for_the_decoder_are_not_compressed(decal, question):
-    with raises("question_placement='encoder'", "'decoder'"):
-        decal.compress(question, question_input_ids=question)
-
-
-def test_questions_in_the_encoder_are_checked(question):
-    model = build(question_placement="encoder")
-    with raises("`question_input_ids` has no token in row 1"):
-        model.compress(question, question_input_ids=question, question_attention_mask=torch.tensor([[1] * 4, [0] * 4]))
-    with raises("`question_input_ids` has 2 rows", "3"):
-        model.compress(question[[0, 0, 1]], question_input_ids=question)
-    lengths = [[1, 3], [2, 2]]
-    with raises("`chunk_lengths` must be left out where a question"):
-        model.compress(question, question_input_ids=question, chunk_lengths=lengths)
-    with raises("`chunk_lengths` must be left out where a question"):
-        model.generate(question, context_input_ids=question, context_chunk_lengths=lengths)
 
 
 # --- saving ---
@@ -361,47 +282,36 @@ def test_wrong_values_of_the_configuration_are_named(fields, parts):
 def test_what_forward_and_generate_refuse(decal, question, random_rows):
     ids = torch.stack(random_rows([13, 13]))
     memory = decal.compress(ids)
-    with raises("give a context"):
-        decal(labels=question)
-    with raises("`decoder_input_ids` or `labels`"):
-        decal(input_ids=ids)
-    with raises("the decoder's text is `input_ids`"):
-        decal(decoder_input_ids=question, memory=memory)
+    both, text = {"memory": memory, "context_input_ids": ids}, {"input_ids": question, "memory": memory}
+    outside = {"input_ids": question.clamp(max=0) + VOCAB_SIZE, "memory": memory}
     for call in (decal, decal.generate):
-        with raises("`context_input_ids` or `memory`, not both"):
-            call(input_ids=question, memory=memory, context_input_ids=ids)
-    with raises("`inputs` or as `input_ids`"):
-        decal.generate(question, input_ids=question, memory=memory)
-    with raises("give a context"):
-        decal.generate()
-    with raises("not trained for the ratio 4", r"\[2, 3, 8\]"):
-        decal(input_ids=ids, labels=question, ratio=4)
-    with raises("has the token id 128", "128 tokens"):
-        decal.generate(question.clamp(max=0) + VOCAB_SIZE, memory=memory)
-    with raises("has no token in row 0"):
-        decal.generate(question[:, :0], memory=memory)
-    for call in (decal, decal.generate):
-        with raises("ratio 2", "`ratio` is 3"):
-            call(input_ids=question, memory=memory, ratio=3)
-        with raises("`context_attention_mask`", "not given"):
-            call(input_ids=question, memory=memory, context_attention_mask=torch.ones_like(ids))
-        with raises("`context_attention_mask`", "not given"):
-            call(input_ids=ids, context_attention_mask=torch.ones_like(ids))
-        with raises("`ratio` is 3, but no context"):
-            call(encoder_outputs=(memory.embeddings,), ratio=3)
-    for given in ({"memory": memory}, {"context_input_ids": ids}):
-        for name in ("decoder_input_ids", "decoder_attention_mask"):
-            with raises("the decoder's text is `input_ids`", f"leave out {name}"):
-                decal.generate(input_ids=question, **given, **{name: torch.ones_like(question)})
-    for size in ({"prefill_chunk_size": 2}, {"generation_config": GenerationConfig(prefill_chunk_size=2)}):
-        with raises("`prefill_chunk_size` is for causal language models", "got 2"):
-            decal.generate(question, memory=memory, **size)
+        for given, *parts in (
+            ({"input_ids": question, **both}, "`context_input_ids` or `memory`, not both"),
+            ({**text, "ratio": 3}, "ratio 2", "`ratio` is 3"),
+            ({**text, "context_attention_mask": torch.ones_like(ids)}, "`context_attention_mask`", "not given"),
+            (outside, "has the token id 128", "128 tokens"),
+        ):
+            with raises(*parts):
+                call(**given)
+    for given, *parts in (
+        ({"labels": question}, "give a context"),
+        ({"input_ids": ids}, "`decoder_input_ids` or `labels`"),
+        ({"decoder_input_ids": question, "memory": memory}, "the decoder's text is `input_ids`"),
+        ({"input_ids": ids, "labels": question, "ratio": 4}, "not trained for the ratio 4", r"\[2, 3, 8\]"),
+    ):
+        with raises(*parts):
+            decal(**given)
+    for given, *parts in (
+        ({}, "give a context"),
+        ({**text, "decoder_input_ids": question}, "the decoder's text is `input_ids`", "leave out decoder_input_ids"),
+        ({**text, "prefill_chunk_size": 2}, "`prefill_chunk_size` is for causal language models", "got 2"),
+    ):
+        with raises(*parts):
+            decal.generate(**given)
     with pytest.raises(TypeError, match="EncoderDecoderCache, got DynamicCache"):
         decal.generate(question, memory=memory, cache=DynamicCache())
     with pytest.raises(TypeError, match="did you mean 'context_input_ids'"):
         decal(input_ids=question, context_inputs_ids=ids)
-    with pytest.raises(TypeError, match="rate"):
-        decal.compress(ids, rate=3)
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])

@@ -63,13 +63,6 @@ def test_what_the_method_adds_is_what_it_makes_without_the_residual(name, method
     torch.testing.assert_close(slots, made, atol=1e-4, rtol=1e-4)
 
 
-def test_mean_poolings_own_map_starts_at_zero(method_cases):
-    case = method_cases["mean_pooling"]
-    model = case.method.causal_lm_class(case.config(embedding_residual=True))
-    assert model.model.residual_map is None
-    torch.testing.assert_close(model.compress(IDS, ratio=3).embeddings[0], pooled_embeddings(model, 3))
-
-
 @pytest.mark.parametrize(
     ("name", "fields"),
     [

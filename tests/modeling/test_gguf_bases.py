@@ -57,13 +57,6 @@ def test_digits_stay_single_and_contractions_whole(tiny_gguf_folder, tmp_path):
     assert plain.tokenize(" it'll 123") == ["Ġit", "'ll", "Ġ", "123"]
 
 
-def test_other_rules_are_left_as_the_library_reads_them(tmp_path):
-    tiny_gguf.write(tmp_path / "tiny.gguf", pre_tokenizer="gpt-2")
-    own = gguf_tokenizer(tmp_path, "tiny.gguf").backend_tokenizer.pre_tokenizer
-    plain = AutoTokenizer.from_pretrained(tmp_path, gguf_file="tiny.gguf").backend_tokenizer.pre_tokenizer
-    assert all(own.pre_tokenize_str(text) == plain.pre_tokenize_str(text) for text in TEXTS)
-
-
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_compressor_starts_from_a_file_and_is_saved_whole(tiny_gguf_folder, tmp_path):
@@ -95,33 +88,3 @@ def test_a_file_on_the_hub_is_named_by_a_light_checkpoint(tiny_gguf_folder, tmp_
     ids = torch.arange(5, 18)[None]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light")
     assert loaded(ids, context_input_ids=ids).logits.equal(model(ids, context_input_ids=ids).logits)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_file_made_of_a_hub_model_gives_a_light_checkpoint_of_that(tiny_gguf_folder, tmp_path, local_hub):
-    model = MeanPoolingForCausalLM.from_base(
-        tiny_gguf_folder, gguf_file="tiny.gguf", hub_id="me/tiny", compression_ratios=[2]
-    )
-    model.save_pretrained(tmp_path / "light")
-    snapshot = local_hub.folder / "models--me--tiny" / "snapshots" / f"{1:040x}"
-    tiny_gguf.original().save_pretrained(snapshot)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text(f"{1:040x}")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light")
-    unquantised = tiny_gguf.original().state_dict()["model.layers.1.mlp.up_proj.weight"]
-    assert loaded.model.language_model.layers[1].mlp.up_proj.base_layer.weight.equal(unquantised)
-
-
-def test_such_a_compressor_trains(tiny_gguf_folder):
-    model = MeanPoolingForCausalLM.from_base(tiny_gguf_folder, gguf_file="tiny.gguf", compression_ratios=[2])
-    ids = torch.arange(5, 18)[None]
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    losses = []
-    for _ in range(3):
-        loss = model(ids, context_input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    assert losses[2] < losses[0]

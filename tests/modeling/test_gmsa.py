@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from gmsa_cases import TEXT, both, on_every_base, trainable
+from gmsa_cases import TEXT, both, on_every_base
 from tiny_bases import ids_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional
@@ -14,7 +14,6 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFas
 from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
 from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
-from context_compressors.modeling.modeling_tcp_autoencoder import TCPAutoencoderForCausalLM
 from context_compressors.modeling.parts.pooling import mean_pool
 
 
@@ -90,14 +89,6 @@ def test_the_encoder_is_the_first_layers_of_its_base_and_the_final_norm(base, ca
     torch.testing.assert_close(model.compress(context).embeddings, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("length", "ratio", "groups", "last"), [(3253, 4, 814, 1), (3253, 8, 407, 5), (10, 4, 3, 2)])
-def test_the_last_group_is_merged_by_its_own_length(length, ratio, groups, last):
-    states = torch.arange(length, dtype=torch.float64)[None, :, None]
-    merged, mask = mean_pool(states, torch.ones(1, length, dtype=torch.long), ratio)
-    assert mask.sum() == groups
-    assert merged[0, -1, 0] == sum(range(length - last, length)) / last
-
-
 @on_every_base
 def test_alignment_starts_as_the_decoders_first_blocks(base, tiny_base_config, tmp_path):
     architecture, attention = base.split("-")
@@ -112,15 +103,6 @@ def test_alignment_starts_as_the_decoders_first_blocks(base, tiny_base_config, t
             assert parameter.equal(decoder.get_parameter(name)), name
             assert parameter.data_ptr() != decoder.get_parameter(name).data_ptr(), name
         assert all(buffer.isfinite().all() for buffer in own.buffers())
-
-
-@pytest.mark.parametrize("lsa_layers", [0, 1, 2, 3, 4, 5])
-def test_alignment_of_every_depth_of_figure_6(lsa_layers, method_cases):
-    config = {"decoder_config": {"num_hidden_layers": 5}, "lsa_layers": lsa_layers}
-    model = method_cases["gmsa"].build(**config)
-    names = {name for name in trainable(model) if "layer_semantic_alignment" in name}
-    assert {name.split(".layers.")[1].split(".")[0] for name in names} == {str(i) for i in range(lsa_layers)}
-    assert model.compress(ids_of(12)).embeddings.isfinite().all()
 
 
 # --- the baseline ---
@@ -177,33 +159,6 @@ def two_models(tiny_base_config, tmp_path):
         return decoder, encoder
 
     return make
-
-
-@pytest.mark.slow
-@both
-@torch.no_grad()
-def test_new_tokens_are_the_encoders_too(method, method_cases, local_hub, tiny_base_config, tmp_path):
-    """Unless it reads others; in whole and light checkpoints."""
-    case = method_cases[method]
-    local_hub("me/base", tiny_base_config(case.architecture), seed=1)
-    model = case.method.causal_lm_class.from_base("me/base", **case.fields)
-    size = model.config.vocab_size
-    before, trains = model.compress(ids_of(9)).embeddings, trainable(model)
-    model.resize_token_embeddings(size + 3, pad_to_multiple_of=16)
-    tables = {module.weight.shape[0] for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    assert tables == {size + 16 - size % 16} == {model.config.encoder_config.vocab_size}
-    assert model.compress(ids_of(9)).embeddings.equal(before)
-    assert trainable(model) == trains
-    context = torch.tensor([[5, size, size + 2, 7]])
-    for folder, include_base in ((tmp_path / "light", None), (tmp_path / "whole", True)):
-        model.save_pretrained(folder, include_base=include_base)
-        loaded = AutoModelForCausalLM.from_pretrained(folder)
-        assert loaded.compress(context).embeddings.equal(model.compress(context).embeddings)
-        assert loaded.model_id == model.model_id
-    model.config.encoder_tokenizer = "encoder_tokenizer"
-    model.resize_token_embeddings(size + 40)
-    assert model.config.vocab_size == size + 40
-    assert model.model.encoder_model.get_input_embeddings().num_embeddings in tables
 
 
 @both
@@ -291,18 +246,3 @@ def test_wrong_values_are_named(field, value, allowed):
         GMSAConfig(**{field: value})
     assert allowed in str(error.value)
     assert repr(value) in str(error.value)
-
-
-def test_the_baseline_needs_tokens():
-    with pytest.raises(ValueError, match=r"`appended_tokens`.*at least 1.*0"):
-        TCPAutoencoderConfig(appended_tokens=0)
-
-
-def test_layers_of_several_kinds_are_cut_with_their_number(tiny_base_config, tmp_path):
-    decoder = tiny_base_config("gemma2", num_hidden_layers=4)
-    config = GMSAConfig(decoder_config=decoder, encoder_layers=3)
-    assert config.encoder_config.layer_types == decoder.layer_types[:3]
-    assert len(config.decoder_config.layer_types) == 4
-    config.save_pretrained(tmp_path)
-    assert GMSAConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
-    assert TCPAutoencoderForCausalLM.config_class is TCPAutoencoderConfig

@@ -255,9 +255,6 @@ SHARED = {
     ],
     "saving": [
         test_saving.test_a_loaded_model_is_the_saved_one,
-        test_saving.test_one_checkpoint_serves_the_backbone_too,
-        test_saving.test_a_loaded_model_saves_and_loads_again,
-        test_saving.test_the_auto_classes_find_the_method,
         test_model_names.test_a_models_name_tells_every_setting_that_changes_slots_or_reading,
     ],
 }

@@ -8,12 +8,10 @@ import shutil
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, T5Config, T5ForConditionalGeneration
+from transformers import AutoModel, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from context_compressors import DeCALForConditionalGeneration
-from context_compressors.configuration.configuration_comprexit import ComprExITConfig
-from context_compressors.modeling.checkpoint.base_weights import BaseRecord, base_name
-from context_compressors.modeling.modeling_comprexit import ComprExITForCausalLM
+from context_compressors.modeling.checkpoint.base_weights import base_name
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
@@ -35,8 +33,8 @@ def expected_names(model):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_a_light_checkpoint_is_the_saved_model(adapter_case, inputs, tmp_path, local_hub, start_light, slots):
-    case, model = adapter_case, start_light(adapter_case, local_hub)
+def test_a_light_checkpoint_is_the_saved_model(method_case, inputs, tmp_path, local_hub, start_light, slots):
+    case, model = method_case, start_light(method_case, local_hub)
     model.save_pretrained(tmp_path / "light")
     assert set(stored(tmp_path / "light")) == expected_names(model)
     config = json.loads((tmp_path / "light" / "config.json").read_text())
@@ -100,34 +98,6 @@ def test_the_type_asked_for_is_the_bases_and_what_trains_is_float32(
         assert {n: t.dtype for n, t in stored(tmp_path / "again").items()} == types, asked
 
 
-def test_a_device_map_is_followed_and_disk_is_refused(method_cases, inputs, tmp_path, local_hub, start_light):
-    start_light(method_cases["icae"], local_hub).save_pretrained(tmp_path / "light")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light", device_map={"": "cpu"})
-    assert loaded.device == torch.device("cpu")
-    assert loaded(**inputs).logits.isfinite().all()
-    with pytest.raises(ValueError, match="only whole checkpoints stay on disk"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "light", device_map={"": "disk"})
-
-
-@pytest.mark.slow
-def test_configuration_fields_can_be_replaced_while_loading(method_cases, tmp_path, local_hub, start_light):
-    start_light(method_cases["mean_pooling"], local_hub).save_pretrained(tmp_path / "light")
-    method = method_cases["mean_pooling"].method
-    for load in (method.causal_lm_class.from_pretrained, AutoModelForCausalLM.from_pretrained):
-        assert load(tmp_path / "light", chunk_size=7).config.chunk_size == 7
-
-
-@pytest.mark.parametrize("variant", [None, "fp16"])
-def test_several_files_and_those_of_a_variant_are_read(
-    method_cases, inputs, tmp_path, local_hub, start_light, variant
-):
-    model = start_light(method_cases["mean_pooling"], local_hub)
-    model.save_pretrained(tmp_path / "light", variant=variant, max_shard_size="5KB")
-    assert len(list((tmp_path / "light").glob("*.safetensors"))) > 1
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light", variant=variant)
-    assert loaded(**inputs).logits.equal(model(**inputs).logits)
-
-
 # --- where the base is ---
 
 
@@ -152,20 +122,6 @@ def test_a_base_in_a_folder_is_stored_unless_told_otherwise(method_cases, inputs
 
 
 @pytest.mark.slow
-def test_a_copy_of_a_hub_base_gives_light_checkpoints(method_cases, inputs, tmp_path, local_hub, start_light):
-    case = method_cases["mean_pooling"]
-    start_light(case, local_hub)
-    base = tmp_path / "my_base"
-    shutil.copytree(local_hub.folder / "models--me--base" / "snapshots" / f"{1:040x}", base)
-    model = case.method.causal_lm_class.from_base(base, hub_id="me/base", compression_ratios=[2])
-    model.save_pretrained(tmp_path / "light")
-    assert set(stored(tmp_path / "light")) == expected_names(model)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light")
-    assert loaded.config.base_model_name_or_path == "me/base"
-    assert loaded(**inputs).logits.equal(model(**inputs).logits)
-
-
-@pytest.mark.slow
 def test_a_missing_base_is_named_with_the_way_out(method_cases, inputs, tmp_path, local_hub, start_light):
     model = start_light(method_cases["mean_pooling"], local_hub)
     model.save_pretrained(tmp_path / "light")
@@ -178,15 +134,12 @@ def test_a_missing_base_is_named_with_the_way_out(method_cases, inputs, tmp_path
     assert loaded(**inputs).logits.equal(model(**inputs).logits)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("vocab_size", 130), ("hidden_size", 40), ("num_hidden_layers", 1), ("intermediate_size", 40)]
-)
+@pytest.mark.parametrize(("field", "value"), [("vocab_size", 130), ("num_hidden_layers", 1)])
 def test_a_base_of_another_shape_is_refused_by_name(method_cases, tmp_path, local_hub, start_light, field, value):
     case = method_cases["mean_pooling"]
     start_light(case, local_hub).save_pretrained(tmp_path / "light")
     local_hub("me/other", case.config(decoder_config={field: value}).decoder_config)
-    only_in_the_weights = field in ("intermediate_size", "vocab_size")
-    message = r"me/other .*expected" if only_in_the_weights else rf"me/other has {field} {value}.*me/base"
+    message = r"me/other .*expected" if field == "vocab_size" else rf"me/other has {field} {value}.*me/base"
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model="me/other")
 
@@ -235,46 +188,6 @@ def test_base_weights_that_have_trained_are_stored_even_when_frozen_again(
     assert name in stored(tmp_path / "again")
 
 
-@torch.no_grad()
-def test_rows_of_the_base_that_have_changed_places_are_stored(method_cases, tmp_path, local_hub, start_light):
-    model = start_light(method_cases["mean_pooling"], local_hub)
-    name = "model.language_model.embed_tokens.weight"
-    model.get_parameter(name)[[7, 8]] = model.get_parameter(name)[[8, 7]]
-    model.save_pretrained(tmp_path / "light")
-    assert set(stored(tmp_path / "light")) == expected_names(model) | {name}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_base_weights_that_have_trained_are_stored_in_any_type(method_cases, tmp_path, local_hub, start_light, dtype):
-    model = start_light(method_cases["mean_pooling"], local_hub, dtype=torch.float32)
-    name = "model.language_model.embed_tokens.weight"
-    model.get_parameter(name)[7] += 0.1
-    model.to(dtype).save_pretrained(tmp_path / "light")
-    assert set(stored(tmp_path / "light")) == expected_names(model) | {name}
-
-
-@torch.no_grad()
-def test_training_in_a_wider_type_is_stored_however_small(method_cases, tmp_path, local_hub, start_light):
-    model = start_light(method_cases["mean_pooling"], local_hub, dtype=torch.bfloat16).to(torch.float32)
-    model.save_pretrained(tmp_path / "same")
-    assert set(stored(tmp_path / "same")) == expected_names(model)
-    name = "model.language_model.embed_tokens.weight"
-    # It would be rounded away in the base's own type.
-    model.get_parameter(name)[7] *= 1 + 1e-5
-    model.save_pretrained(tmp_path / "light")
-    assert set(stored(tmp_path / "light")) == expected_names(model) | {name}
-
-
-@torch.no_grad()
-def test_a_copy_and_a_cast_of_a_model_are_as_light(method_cases, tmp_path, local_hub, start_light):
-    model = start_light(method_cases["icae"], local_hub)
-    casts = [copy.deepcopy(model).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)]
-    for other in (copy.deepcopy(model), *casts):
-        other.save_pretrained(tmp_path / "light")
-        assert set(stored(tmp_path / "light")) == expected_names(model)
-
-
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_resized_vocabulary_lies_over_the_base(form_case, inputs, tmp_path, local_hub, start_light):
@@ -289,26 +202,6 @@ def test_a_resized_vocabulary_lies_over_the_base(form_case, inputs, tmp_path, lo
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light")
     assert loaded.config.vocab_size == model.config.vocab_size
     assert loaded(**inputs).logits.equal(model(**inputs).logits)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_base_in_a_subfolder_is_found_again(method_cases, inputs, tmp_path, local_hub):
-    case = method_cases["mean_pooling"]
-    commit = local_hub("me/several", case.config().decoder_config)
-    snapshot = local_hub.folder / "models--me--several" / "snapshots" / commit
-    files = list(snapshot.iterdir())
-    (snapshot / "small").mkdir()
-    for file in files:
-        file.rename(snapshot / "small" / file.name)
-    model = case.method.causal_lm_class.from_base("me/several", subfolder="small", **case.fields)
-    model.save_pretrained(tmp_path / "light")
-    config = json.loads((tmp_path / "light" / "config.json").read_text())
-    assert config["external_weights"]["decoder"]["subfolder"] == "small"
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light")
-    assert loaded(**inputs).logits.equal(model(**inputs).logits)
-    copied = AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model=snapshot / "small")
-    assert copied(**inputs).logits.equal(model(**inputs).logits)
 
 
 def test_a_merged_model_is_saved_whole(method_cases, inputs, tmp_path, local_hub, start_light):
@@ -343,26 +236,6 @@ def test_a_whole_model_becomes_light_when_its_base_is_linked(form_case, inputs, 
     if not ones:
         with pytest.raises(ValueError, match="no weight of this model is one of me/other"):
             loaded.link_base("me/other")
-
-
-def test_comprexit_on_a_1b_base_is_under_40_mb_in_bfloat16():
-    llama_3_2_1b = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
-    with torch.device("meta"):
-        model = ComprExITForCausalLM(ComprExITConfig(decoder_config=llama_3_2_1b))
-    state = model.state_dict()
-    record = BaseRecord({}, [(name, tensor) for name, tensor in state.items() if base_name(name) is not None])
-    light = record.without_base(state, trainable(model))
-    assert set(light) == trainable(model)
-    assert 30e6 < 2 * sum(tensor.numel() for tensor in light.values()) < 40e6
 
 
 def test_a_method_that_trains_all_of_its_base_is_saved_whole(tmp_path, local_hub):

@@ -34,20 +34,6 @@ def test_slots_start_as_the_mean_of_the_bases_bidirectional_states(pretrained_ba
     assert backbone.slot_projection.weight.equal(torch.eye(backbone.config.hidden_size))
 
 
-def test_a_model_from_a_configuration_starts_alike(tiny_base_config):
-    model = MeanPoolingForCausalLM(MeanPoolingConfig(decoder_config=tiny_base_config()))
-    assert model.model.slot_projection.weight.equal(torch.eye(32))
-    parts = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
-    assert parts
-    assert all(bool(parameter.any()) == (".lora_A." in name) for name, parameter in parts.items())
-
-
-def test_a_wide_encoders_projection_starts_at_the_first_coordinates(tiny_base_config):
-    encoder = tiny_base_config(hidden_size=48, num_attention_heads=4)
-    model = MeanPoolingForCausalLM(MeanPoolingConfig(decoder_config=tiny_base_config(), encoder_config=encoder))
-    assert model.model.slot_projection.weight.equal(torch.eye(32, 48))
-
-
 @torch.no_grad()
 def test_the_linear_map_follows_the_pooling(mean_pooling):
     model = mean_pooling.model.model
@@ -61,20 +47,6 @@ def test_without_an_encoder_token_embeddings_are_pooled(mean_pooling):
     model = mean_pooling.on(variant="embeddings").build(linear_after_pooling=False).model
     embeddings = model.get_input_embeddings()(IDS)
     torch.testing.assert_close(model.compress(IDS, ratio=3).embeddings, windows(embeddings, 3))
-
-
-def test_without_an_encoder_a_context_may_be_longer_than_the_positions(mean_pooling):
-    model = mean_pooling.on(variant="embeddings").build(decoder_config={"max_position_embeddings": 16})
-    assert model.compress(torch.full((1, 40), 9), ratio=8).num_slots.tolist() == [5]
-
-
-def test_widths_that_differ_need_the_linear_map(tiny_base_config):
-    encoder = tiny_base_config(hidden_size=48, num_attention_heads=4)
-    config = MeanPoolingConfig(
-        decoder_config=tiny_base_config(), encoder_config=encoder, linear_after_pooling=False, encoder_lora=None
-    )
-    with pytest.raises(ValueError, match=r"width 48.*32.*`linear_after_pooling`"):
-        MeanPoolingModel(config)
 
 
 def test_the_papers_ablations_are_configuration_values(mean_pooling):

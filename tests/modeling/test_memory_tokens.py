@@ -114,52 +114,6 @@ def test_compression_tokens_equal_a_naive_pass(tokens, layout, token_attention, 
         torch.testing.assert_close(model.compress(ids, ratio=ratio).embeddings, expected, atol=1e-5, rtol=0)
 
 
-def test_the_context_stays_causal_and_every_copy_sees_all_of_it(tokens, monkeypatch):
-    """Perturbation: the last context token moves every slot, and no state of a context token before it."""
-    for token_attention in ("causal", "bidirectional"):
-        model = tokens.build(token_attention=token_attention)
-        states = []
-        original = model.model.encoder_states
-
-        def encoder_states(*args, original=original, states=states, **kwargs):
-            states.append(original(*args, **kwargs))
-            return states[-1]
-
-        monkeypatch.setattr(model.model, "encoder_states", encoder_states)
-        ids = ids_of(9)
-        before = model.compress(ids, ratio=3).embeddings
-        ids[0, -1] = 4
-        after = model.compress(ids, ratio=3).embeddings
-        assert ((before - after).abs().amax(dim=2) > 1e-3).all()
-        torch.testing.assert_close(states[0][:, :8], states[1][:, :8], atol=1e-5, rtol=0)
-        assert not states[0][:, 8].allclose(states[1][:, 8], atol=1e-3)
-
-
-@torch.no_grad()
-def test_causal_copies_are_nested_and_bidirectional_ones_are_not(tokens):
-    """The Matryoshka remark: copies at ratio 2r are the first half of those at ratio r."""
-    ids = ids_of(12)
-    for token_attention, nested in (("causal", True), ("bidirectional", False)):
-        model = tokens.build(token_attention=token_attention, compression_ratios=(2, 4))
-        many, few = (model.compress(ids, ratio=ratio).embeddings for ratio in (2, 4))
-        assert many[:, :3].allclose(few, atol=1e-5) is nested
-
-
-@torch.no_grad()
-def test_copies_stand_once_where_they_are_nested(tokens, monkeypatch):
-    widths = []
-    model = tokens.model
-    original = model.model.encoder_states
-
-    def encoder_states(*args, **kwargs):
-        widths.append(kwargs["inputs_embeds"].shape[1])
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(model.model, "encoder_states", encoder_states)
-    model.compress(ids_of(12), ratio=[2, 3, 8])
-    assert widths == [12 + 6]
-
-
 @pytest.mark.only(lambda case: case.method.memory_tokens and not case.method.recurrent)
 @torch.no_grad()
 def test_many_ratios_equal_separate_passes_on_every_base(backbone_case, random_rows, pad_rows, slots):
@@ -174,25 +128,6 @@ def test_many_ratios_equal_separate_passes_on_every_base(backbone_case, random_r
             alone = model.compress(ids, mask, ratio=ratio)
             assert slots(memory).allclose(slots(alone), atol=1e-4, rtol=0), (layout, fields, ratio)
             assert memory.position_ids.equal(alone.position_ids), (layout, fields, ratio)
-
-
-@layouts
-@torch.no_grad()
-def test_eager_and_sdpa_agree_alone_and_in_a_batch(memory_case, layout, random_rows, pad_rows):
-    """Ids that jump or fall are never taken for several packed rows."""
-    models = [memory_case.on(attention=a).build(position_layout=layout, chunk_size=6) for a in ("eager", "sdpa")]
-    contexts, texts = random_rows([13, 6, 2, 9]), random_rows([4, 3, 5, 2], seed=1)
-    for text in texts:
-        text[0] = AE if memory_case.method.name != "compression_tokens" else BOS
-    for count in (1, 4):
-        ids, mask = pad_rows(contexts[:count]) if count > 1 else (contexts[0][None], None)
-        text, text_mask = pad_rows(texts[:count]) if count > 1 else (texts[0][None], None)
-        eager, sdpa = (
-            model(text, attention_mask=text_mask, context_input_ids=ids, context_attention_mask=mask).logits
-            for model in models
-        )
-        real = slice(None) if text_mask is None else text_mask.bool()
-        torch.testing.assert_close(eager[real], sdpa[real], atol=1e-4, rtol=0)
 
 
 # --- attention implementations that drop a mask of ones ---
@@ -215,14 +150,6 @@ def test_a_pad_in_front_changes_nothing(memory_case, cache, monkeypatch):
     found = outputs()
     torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=0)
     assert found[1].equal(expected[1])
-
-
-def test_which_attention_takes_falling_ids_for_packed_rows(tiny_base_config):
-    config = tiny_base_config()
-    for name, expected in (("flash_attention_2", True), ("kernels-community/flash-attn", True), ("sdpa", False)):
-        config._attn_implementation = name
-        assert memory_tokens.reads_falling_ids_as_packed(config, 1) is expected
-        assert memory_tokens.reads_falling_ids_as_packed(config, 2) is False
 
 
 def test_without_pairwise_masks_ratios_go_one_by_one_and_copies_cannot_see_each_other(tokens, monkeypatch):
@@ -259,23 +186,3 @@ def test_memory_attention_is_the_encoders_own(memory_case, layout):
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs[:, :, 9:, :9], atol=1e-5, rtol=0)
     assert model.model.language_model.config._attn_implementation == "sdpa"
-
-
-def test_memory_attention_of_a_padded_batch(memory_case, random_rows, pad_rows):
-    model = memory_case.model.model
-    rows = random_rows([9, 4])
-    together = attention_by_head(model, *pad_rows(rows, "left"), ratio=3)
-    for i, row in enumerate(rows):
-        alone = attention_by_head(model, row[None], ratio=3)
-        for batched, single in zip(together, alone, strict=True):
-            slots, tokens = single.shape[2:]
-            torch.testing.assert_close(batched[i, :, :slots, :tokens], single[0], atol=1e-5, rtol=0)
-            assert not batched[i, :, slots:].any()
-            assert not batched[i, :, :, tokens:].any()
-
-
-def test_memory_attention_wants_one_chunk(icae):
-    model = icae.build(chunk_size=6).model
-    for length in (0, 7):
-        with pytest.raises(ValueError, match=f"1 to 6 tokens.*got {length}"):
-            attention_by_head(model, ids_of(length))

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Key/values as a memory, beside a plain cache."""
 
-import dataclasses
-
 import pytest
 import torch
-from tiny_bases import AE, BOS, LM, ids_of
+from tiny_bases import LM, ids_of
 from transformers import (
     CohereConfig,
     DynamicCache,
@@ -60,29 +58,6 @@ def test_text_behind_keys_and_values_equals_a_plain_cache(backbone_case):
         assert without_cache.last_hidden_state.allclose(by_hand, atol=1e-5, rtol=0), layout
 
 
-def test_the_memory_is_read_under_gradient_checkpointing_whatever_use_cache_says(five_hundred_x):
-    model = five_hundred_x.build().train()
-    inputs = {"input_ids": ids_of(5, seed=1), "context_input_ids": ids_of(9)}
-    expected = model(**inputs, use_cache=False).logits
-    cache = model(**inputs, use_cache=True)[CACHE]
-    model.gradient_checkpointing_enable()
-    for use_cache in (False, True, None):
-        torch.testing.assert_close(model(**inputs, use_cache=use_cache).logits, expected)
-    with pytest.raises(ValueError, match="no filled `cache`"):
-        model(input_ids=ids_of(1), cache=cache)
-    model.gradient_checkpointing_disable()
-    assert not model.model.language_model.layers[0]._can_checkpoint_with_cache
-
-
-def test_no_adapter_stands_behind_the_last_layers_keys_and_values(five_hundred_x):
-    model = five_hundred_x.build(encoder_lora={"rank": 2, "target_modules": "all-linear"})
-    adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
-    last = {name.rpartition(".")[2] for name in adapted if ".layers.1." in name}
-    first = {name.rpartition(".")[2] for name in adapted if ".layers.0." in name}
-    assert last == {"k_proj", "v_proj"}
-    assert first == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-
-
 @pytest.mark.parametrize("architecture", ["mistral", "qwen2", "gemma2"])
 def test_slots_and_text_beyond_a_sliding_window_are_refused(five_hundred_x, architecture):
     case = five_hundred_x.on(architecture=architecture, attention="eager")
@@ -93,26 +68,6 @@ def test_slots_and_text_beyond_a_sliding_window_are_refused(five_hundred_x, arch
         model(ids_of(5, seed=1), memory=memory)
     with pytest.raises(ValueError, match=r"6 slots and 5 text tokens.*window of 10 tokens"):
         model.generate(ids_of(3, seed=1), memory=memory, max_new_tokens=4, min_new_tokens=4, do_sample=False)
-
-
-def test_reconstruction_from_bos_stands_at_the_start(five_hundred_x):
-    """The authors' own trigger, which takes the place of [AE] under the enhanced layout, too."""
-    model = five_hundred_x.on(variant="bos").model.model
-    memory = model.compress(ids_of(9))
-    for first, offset in ((BOS, 0), (AE, 9), (7, 9)):  # with "bos", the first id behind the vocabulary is [LM]
-        assert model.text_position_offset(memory, torch.tensor([[first, 8]]), None).tolist() == [offset]
-
-
-def test_a_key_value_memory_is_saved_and_read_again(five_hundred_x, tmp_path):
-    model = five_hundred_x.on(variant="enhanced").model
-    memory, text = model.compress(ids_of(15)), ids_of(4, seed=1)
-    memory.save(tmp_path / "memory.safetensors")
-    loaded = type(memory).load(tmp_path / "memory.safetensors", model_id=model.model_id)
-    assert model(text, memory=loaded).logits.equal(model(text, memory=memory).logits)
-    assert (
-        memory.nbytes == int(memory.num_slots) * 2 * 2 * 2 * 8 * 4
-    )  # layers, keys and values, heads, head_dim, float32
-    assert dataclasses.replace(memory, inverse_frequencies=None).carrier == "key_values"
 
 
 def on_base(case, base, position_layout):

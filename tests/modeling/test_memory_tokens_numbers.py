@@ -10,12 +10,7 @@ from tiny_bases import AE, BOS, LM, ids_of
 from context_compressors.configuration.configuration_compression_tokens import CompressionTokensConfig
 from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
-from context_compressors.modeling.modeling_compression_tokens import (
-    CompressionTokensForCausalLM,
-    CompressionTokensModel,
-)
-from context_compressors.modeling.modeling_five_hundred_x import FiveHundredXForCausalLM
-from context_compressors.modeling.modeling_icae import ICAEForCausalLM, ICAEModel
+from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.parts.position_layout import encoder_memory_ids, encoder_position_ids
 
 LAYOUTS = ["default", "uniform", "enhanced"]
@@ -42,15 +37,6 @@ def test_memory_ids_of_many_chunks_equal_those_of_each(chunks, layout):
         count = int(counts[row])
         expected = encoder_position_ids(length, count, layout, start)[1]
         assert found[row].tolist() == [*expected.tolist(), *[0] * (found.shape[1] - count)]
-
-
-def test_a_chunk_uses_memory_tokens_by_its_length_or_all_of_them(icae):
-    ids = ids_of(15)
-    by_ratio = icae.build(chunk_size=6).compress(ids, ratio=2)
-    fixed = icae.build(chunk_size=6, memory_tokens="fixed").compress(ids, ratio=2)
-    assert by_ratio.num_slots.tolist() == [3 + 3 + 2]
-    assert fixed.num_slots.tolist() == [3 + 3 + 3]
-    assert icae.build(chunk_size=6, memory_tokens="fixed").compress(ids[:, :0]).num_slots.tolist() == [0]
 
 
 def test_the_papers_sizes():
@@ -81,24 +67,6 @@ def test_task_tokens_stand_behind_the_vocabulary_by_default(tiny_base_config):
     assert CompressionTokensConfig(decoder_config=base).task_token_ids == {}
 
 
-def test_a_token_starts_as_the_mean_of_the_embeddings_and_memory_tokens_around_it(tiny_base_config):
-    torch.manual_seed(0)
-    base = tiny_base_config()
-    model = CompressionTokensForCausalLM(CompressionTokensConfig(decoder_config=base))
-    mean = model.get_input_embeddings().weight.mean(dim=0)
-    torch.testing.assert_close(model.model.memory_embeddings[0], mean)
-    model = ICAEForCausalLM(ICAEConfig(decoder_config=base))
-    table, memory = model.get_input_embeddings().weight, model.model.memory_embeddings
-    assert memory.shape == (102, 32)
-    torch.testing.assert_close(memory.std(), table.std(), rtol=0.1, atol=0)
-    torch.testing.assert_close(memory.mean(), table.mean(), rtol=0, atol=float(table.std()) / 10)
-    memory = FiveHundredXForCausalLM(
-        FiveHundredXConfig(decoder_config=base, memory_start="standard_normal")
-    ).model.memory_embeddings
-    torch.testing.assert_close(memory.std(), torch.tensor(1.0), rtol=0.05, atol=0)
-    assert memory.mean().abs() < 0.05
-
-
 def test_memory_and_task_tokens_start_from_two_scalars_of_the_whole_table(tiny_base_config):
     """A table whose dimensions differ widely, as real ones do, gives start values that don't."""
     model = ICAEForCausalLM(ICAEConfig(decoder_config=tiny_base_config()))
@@ -120,40 +88,6 @@ def test_memory_and_task_tokens_start_from_two_scalars_of_the_whole_table(tiny_b
 
 
 # --- what goes wrong ---
-
-
-def test_configurations_say_what_is_allowed(tiny_base_config):
-    for config_class in (ICAEConfig, FiveHundredXConfig):
-        with pytest.raises(ValueError, match="`chunk_size` must be an int"):
-            config_class(chunk_size=None)
-        with pytest.raises(ValueError, match=r"`memory_tokens` must be one of.*'some'"):
-            config_class(memory_tokens="some")
-        with pytest.raises(ValueError, match=r"`memory_start` must be one of.*'zeros'"):
-            config_class(memory_start="zeros")
-    with pytest.raises(ValueError, match=r"`token_attention` must be one of.*'full'"):
-        CompressionTokensConfig(token_attention="full")
-    with pytest.raises(ValueError, match="`bos_before_slots` must be False"):
-        FiveHundredXConfig(bos_before_slots=True)
-    with pytest.raises(ValueError, match=r"`reconstruction_trigger` must be one of.*'eos'"):
-        FiveHundredXConfig(reconstruction_trigger="eos")
-    with pytest.raises(ValueError, match="bos_token_id None"):
-        FiveHundredXConfig(decoder_config=tiny_base_config(bos_token_id=None), reconstruction_trigger="bos")
-    with pytest.raises(ValueError, match=r"has no \[AE\]"):
-        FiveHundredXConfig(reconstruction_trigger="bos", task_token_ids={"[AE]": 7})
-
-
-def test_encoders_that_do_not_fit_the_decoder_are_refused(tiny_base_config):
-    wide = tiny_base_config(hidden_size=48, num_attention_heads=4)
-    with pytest.raises(ValueError, match="no map between widths: the encoder has 48, the decoder 32"):
-        ICAEModel(ICAEConfig(decoder_config=tiny_base_config(), encoder_config=wide))
-    deep = tiny_base_config(num_hidden_layers=3)
-    with pytest.raises(ValueError, match=r"\(3, 2, 8\) in the encoder and \(2, 2, 8\) in the decoder"):
-        FiveHundredXForCausalLM(FiveHundredXConfig(decoder_config=tiny_base_config(), encoder_config=deep))
-    config = CompressionTokensConfig(
-        decoder_config=tiny_base_config(), encoder_config=wide, linear_after_encoder=False, encoder_lora=None
-    )
-    with pytest.raises(ValueError, match=r"width 48.*32.*`linear_after_encoder`"):
-        CompressionTokensModel(config)
 
 
 def test_scores_of_earlier_tokens_leave_task_tokens_out(icae):

@@ -2,16 +2,12 @@
 """Checksums of weights, and the name of a model, by which a memory knows who made it."""
 
 import copy
-import hashlib
-import struct
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
-from context_compressors.modeling.checkpoint import fingerprints
 from context_compressors.modeling.checkpoint.fingerprints import checksum, weights_fingerprint
 
 
@@ -28,13 +24,6 @@ def test_a_checksum_tells_any_changed_value(length, seed, dtype):
     assert checksum(tensor[1:]) == checksum(tensor[1:].clone())
 
 
-def test_a_checksum_tells_the_order_of_values():
-    tensor = torch.randn(11)
-    assert len({checksum(tensor.roll(shift)) for shift in range(11)}) == 11
-    assert checksum(torch.ones(3, device="meta")) is None
-    assert checksum(torch.ones(3, dtype=torch.int8)) is None
-
-
 def test_a_fingerprint_does_not_depend_on_the_type_but_on_every_weight(method_cases):
     model = method_cases["mean_pooling"].build()
     expected = weights_fingerprint(model)
@@ -47,9 +36,8 @@ def test_a_fingerprint_does_not_depend_on_the_type_but_on_every_weight(method_ca
 
 
 @pytest.mark.slow
-@pytest.mark.costly
-def test_a_models_name_tells_any_changed_value(method_case):
-    model = method_case.build()
+def test_a_models_name_tells_any_changed_value(form_case):
+    model = form_case.build()
     expected = model.model_id
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.model.named_parameters():
@@ -63,33 +51,8 @@ def test_a_models_name_tells_any_changed_value(method_case):
     assert model.model_id == expected
 
 
-@pytest.mark.parametrize("chunk", [1 << 20, 16])
-def test_a_models_name_tells_exchanged_rows_and_values(monkeypatch, chunk):
-    monkeypatch.setattr(fingerprints, "_CHUNK", chunk)
-    layer = nn.Linear(8, 6, bias=False)
-    names = {weights_fingerprint(layer, of_answers=True)}
-    for order in ([1, 0, 2, 3, 4, 5], [0, 1, 2, 3, 5, 4]):
-        layer.weight.data = layer.weight.data[order]
-        names.add(weights_fingerprint(layer, of_answers=True))
-    layer.weight.data[0, :4] = layer.weight.data[0, [0, 1, 3, 2]]
-    assert len({*names, weights_fingerprint(layer, of_answers=True)}) == 4
-
-
-@given(st.integers(1, 200), st.integers(0, 2**32))
-def test_a_fingerprint_of_all_weights_is_one_of_bfloat16_words(length, seed):
-    layer = nn.Module()
-    layer.weight = nn.Parameter(torch.randn(length, generator=torch.Generator().manual_seed(seed)))
-    data = layer.weight.detach().bfloat16().view(torch.int16).tolist() + [0] * (-length % 4)
-    words = [struct.unpack("<q", struct.pack("<4h", *data[i : i + 4]))[0] for i in range(0, len(data), 4)]
-    total = sum((2 * i + 1) * word for i, word in enumerate(words)) % 2**64
-    total -= 2**64 * (total >= 2**63)
-    text = f"weight{(length,)}{[total]}"
-    assert weights_fingerprint(layer, of_answers=True) == hashlib.sha256(text.encode()).hexdigest()[:16]
-    assert weights_fingerprint(layer.bfloat16(), True) == weights_fingerprint(layer.float(), True)
-
-
-def test_a_models_name_tells_every_setting_that_changes_slots_or_reading(method_case, monkeypatch):
-    model = method_case.build()
+def test_a_models_name_tells_every_setting_that_changes_slots_or_reading(form_case, monkeypatch):
+    model = form_case.build()
     expected, config = model.model_id, model.config
     for part, field, value in (
         (config, "chunk_size", 77),

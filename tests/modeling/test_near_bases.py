@@ -6,11 +6,10 @@ import logging
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from context_compressors.modeling.checkpoint.base_weights import base_name
-from context_compressors.modeling.checkpoint.fingerprints import rounding, sample, sample_text
+from context_compressors.modeling.checkpoint.fingerprints import rounding, sample_text
 
 # The row of the padding token is all zeros.
 TINY = 1e-12
@@ -28,20 +27,10 @@ def in_groups(bits, size):
     return to_groups
 
 
-def by_row(bits):
-    def to_rows(tensor):
-        step = tensor.float().abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1) + TINY
-        return (tensor / step).round() * step
-
-    return to_rows
-
-
 # With the relative error, at least and at most: that of large matrices, and some room for 512 samples.
 ROUNDINGS = {
     "bfloat16": (lambda tensor: tensor.bfloat16().float(), 0.0012, 0.0024, "a cast to bfloat16"),
-    "int8": (by_row(8), 0.003, 0.009, "a rounding"),
     "4 bits in groups of 16": (in_groups(4, 16), 0.05, 0.09, "a rounding"),
-    "4 bits by row": (by_row(4), 0.08, 0.14, "a rounding"),
 }
 
 
@@ -98,24 +87,6 @@ def test_a_rounded_base_is_used_with_one_warning_that_names_the_error(light, loc
     )
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_checkpoint_of_a_rounded_base_is_used_on_the_unrounded_one(
-    method_cases, local_hub, start_light, tmp_path, warnings
-):
-    case = method_cases["mean_pooling"]
-    start_light(case, local_hub)
-    rounded_copy(base_model(local_hub), in_groups(4, 16), tmp_path / "copy")
-    model = case.method.causal_lm_class.from_base(tmp_path / "copy", hub_id="me/base", **case.method.easy)
-    model.save_pretrained(tmp_path / "light")
-    ids = torch.arange(5, 18)[None]
-    logits = AutoModelForCausalLM.from_pretrained(tmp_path / "light")(ids, context_input_ids=ids).logits
-    (warning,) = warnings()
-    assert "a rounding" in warning
-    expected = model(ids, context_input_ids=ids).logits
-    assert 0 < (logits - expected).norm() < 0.8 * expected.norm()
-
-
 def test_another_base_of_the_same_shape_is_refused(light, local_hub, warnings):
     local_hub("me/other", base_model(local_hub).config, seed=3)
     with pytest.raises(ValueError, match=r"me/other is not the base model \(me/base.*other weights"):
@@ -123,13 +94,12 @@ def test_another_base_of_the_same_shape_is_refused(light, local_hub, warnings):
     assert warnings() == []
 
 
-@pytest.mark.parametrize(("rate", "steps"), [(1e-4, 10), (3e-2, 5)])
-def test_a_fine_tuned_base_is_refused_although_it_is_as_near_as_a_rounded_one(light, local_hub, tmp_path, rate, steps):
+def test_a_fine_tuned_base_is_refused_although_it_is_as_near_as_a_rounded_one(light, local_hub, tmp_path):
     model = base_model(local_hub)
     before = sample_text(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
     torch.manual_seed(0)
-    for _ in range(steps):
+    for _ in range(5):
         ids = torch.randint(5, 128, (4, 12))
         model(ids, labels=ids).loss.backward()
         optimizer.step()
@@ -141,8 +111,7 @@ def test_a_fine_tuned_base_is_refused_although_it_is_as_near_as_a_rounded_one(li
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_one_changed_weight_is_not_taken_for_a_cast(light, local_hub, tmp_path, dtype):
+def test_one_changed_weight_is_not_taken_for_a_cast(light, local_hub, tmp_path):
     def rows_exchanged(model):
         table = model.get_input_embeddings().weight
         table[[40, 41]] = table[[41, 40]]
@@ -154,20 +123,11 @@ def test_one_changed_weight_is_not_taken_for_a_cast(light, local_hub, tmp_path, 
         model.model.layers[1].mlp.up_proj.weight[5, 7] = torch.nan
 
     for change in (rows_exchanged, one_more, not_a_number):
-        model = base_model(local_hub).to(dtype)
+        model = base_model(local_hub).bfloat16()
         change(model)
         model.save_pretrained(tmp_path / "other")
         with pytest.raises(ValueError, match="other weights"):
             AutoModelForCausalLM.from_pretrained(light, base_model=tmp_path / "other")
-
-
-def test_casts_of_a_base_are_known_by_all_weights(light, local_hub, tmp_path, warnings):
-    for dtype, wide in ((torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)):
-        model = base_model(local_hub).to(dtype)
-        (model.float() if wide else model).save_pretrained(tmp_path / "copy")
-        AutoModelForCausalLM.from_pretrained(light, base_model=tmp_path / "copy")
-        assert f"a cast to {str(dtype)[6:]}. " in warnings()[-1]
-    assert len(warnings()) == 3
 
 
 @torch.no_grad()
@@ -180,40 +140,3 @@ def test_a_base_with_one_kind_of_weights_of_another_model_is_refused(light, loca
     model.bfloat16().save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="other weights"):
         AutoModelForCausalLM.from_pretrained(light, base_model=tmp_path / "other")
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_one_layer_of_another_model_is_refused_though_it_is_not_in_the_sample(
-    method_cases, local_hub, tiny_base_config, tmp_path
-):
-    method = method_cases["mean_pooling"].method
-    model = AutoModelForCausalLM.from_config(tiny_base_config(num_hidden_layers=12)).bfloat16()
-    model.save_pretrained(tmp_path / "base")
-    light = method.causal_lm_class.from_base(tmp_path / "base", hub_id="me/deep", **method.easy)
-    light.save_pretrained(tmp_path / "light")
-    before = sample(model, torch.bfloat16)
-    for parameter in model.model.layers[1].mlp.parameters():
-        parameter.copy_(torch.randn_like(parameter))
-    assert sample(model, torch.bfloat16).equal(before)
-    model.save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="other weights"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model=tmp_path / "other")
-
-
-def test_a_rounding_that_leaves_too_little_is_refused(light, local_hub, tmp_path):
-    rounded_copy(base_model(local_hub), in_groups(2, 16), tmp_path / "copy")
-    with pytest.raises(ValueError, match="other weights"):
-        AutoModelForCausalLM.from_pretrained(light, base_model=tmp_path / "copy")
-
-
-def test_samples_are_short_and_the_same_in_the_type_that_they_were_taken_in():
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
-    for dtype, size in ((torch.float32, 2732), (torch.bfloat16, 1368), (torch.float16, 1368)):
-        model.dtype = dtype
-        text = sample_text(model.to(dtype))
-        assert len(text) == size
-        assert rounding(model, text, dtype) == (0.0, False)
-        # A wider copy of the same values is the same.
-        assert rounding(model.float(), text, dtype)[0] == 0.0

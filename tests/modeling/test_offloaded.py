@@ -9,10 +9,9 @@ from transformers import AutoModelForCausalLM
 GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("place", ["disk", "cpu"])
-def test_an_offloaded_model_compresses_reads_and_answers_as_a_plain_one(method_case, inputs, slots, tmp_path, place):
-    model = method_case.build()
+def test_an_offloaded_model_compresses_reads_and_answers_as_a_plain_one(form_case, inputs, slots, tmp_path, place):
+    model = form_case.build()
     model.save_pretrained(tmp_path / "model")
     size = sum(parameter.numel() for parameter in model.parameters()) * 4
     loading = {"device_map": "auto", "max_memory": {"cpu": int(0.8 * size)}, "offload_folder": tmp_path / "weights"}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sinkhorn against naive loops, worked numbers of ComprExIT's equation 11, and POT."""
 
+import math
+
 import ot
 import pytest
 import torch
@@ -8,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sinkhorn_problems import assert_all_close, plan_and_gradients, problem
 
-from context_compressors.modeling.parts import optimal_transport
 from context_compressors.modeling.parts.optimal_transport import sinkhorn
 
 
@@ -46,7 +47,7 @@ def tensor_sinkhorn(cost, source_mass, target_mass, epsilon=0.1, num_iterations=
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 0.1, 0.01])
-@pytest.mark.parametrize("shape", [(2, 6, 3), (1, 3, 6), (2, 5, 1), (2, 1, 5), (1, 1, 1)])
+@pytest.mark.parametrize("shape", [(2, 6, 3), (1, 3, 6), (2, 1, 5)])
 def test_equals_the_naive_loops(shape, epsilon):
     tensors = problem(*shape)
     for num_iterations in (1, 2, 30):
@@ -99,34 +100,9 @@ def test_the_largest_cost_decides_the_precision():
     assert_all_close(in_double, looked_up, rtol=0, atol=1e-5)
 
 
-def test_scalings_hold_up_to_the_largest_spread_they_are_used_for():
-    """Rows that want all that other rows want, tiny masses, and a spread just below the limit."""
-    spread = 0.1 * optimal_transport._MOST_SPREAD[torch.float32] * 0.999
-    generator = torch.Generator().manual_seed(0)
-    cost = spread * (torch.rand(8, 128, 64, generator=generator) < 0.5)
-    cost[0, :, :32] = 0
-    cost[0, :, 32:] = spread
-    cost[1] = spread * (torch.arange(128)[:, None] != torch.arange(64))
-    source = torch.rand(8, 128, generator=generator, dtype=torch.float64).pow(40).float() + 1e-30
-    target = torch.rand(8, 64, generator=generator, dtype=torch.float64).pow(40).float() + 1e-30
-    source, target = source / source.sum(-1, keepdim=True), target / target.sum(-1, keepdim=True)
-    actual = plan_and_gradients(sinkhorn, (cost, source, target), num_iterations=100)
-    tensors = [tensor.double() for tensor in (cost, source, target)]
-    expected = plan_and_gradients(tensor_sinkhorn, tensors, num_iterations=100)
-    assert_all_close(actual[:2], expected[:2], rtol=1e-3, atol=1e-5)
-    assert all(gradient.isfinite().all() for gradient in actual)
-
-
-@pytest.mark.parametrize("epsilon", [0.3, 0.02])
-def test_gradients_pass_gradcheck(epsilon):
-    tensors = [tensor.requires_grad_() for tensor in problem(2, 4, 3)]
-    assert torch.autograd.gradcheck(lambda *t: sinkhorn(*t, epsilon, 3), tensors, eps=1e-7, atol=1e-4, rtol=1e-4)
-
-
 ONE_WAY = [[0.0, 1.0], [1.0, 0.0]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("cost", "source", "target", "epsilon", "num_iterations", "plan"),
     [
@@ -141,14 +117,6 @@ ONE_WAY = [[0.0, 1.0], [1.0, 0.0]]
             30,
             [[0.46796311681866026, 0.3320368831813398], [0.03203688318133974, 0.16796311681866022]],
         ),
-        (
-            ONE_WAY,
-            [0.8, 0.2],
-            [0.5, 0.5],
-            1.0,
-            1,
-            [[0.4578880957995513, 0.29769516240415506], [0.042111904200448705, 0.20230483759584483]],
-        ),
         ([[1.0] * 3] * 3, [0.0, 0.5, 0.5], [0.5, 0.5, 0.0], 0.1, 30, [[0, 0, 0], [0.25, 0.25, 0], [0.25, 0.25, 0]]),
         (
             [[0.0, 1.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]],
@@ -159,27 +127,17 @@ ONE_WAY = [[0.0, 1.0], [1.0, 0.0]]
             [[0.2499886505328244, 1.1349467175597594e-05]] * 4,
         ),
     ],
-    ids=["constant", "symmetric", "symmetric-wide", "unequal", "one-iteration", "zero-masses", "window-by-hand"],
+    ids=["constant", "symmetric", "symmetric-wide", "unequal", "zero-masses", "window-by-hand"],
 )
-def test_worked_numbers(cost, source, target, epsilon, num_iterations, plan, dtype):
-    tensors = [torch.tensor(value, dtype=dtype) for value in (cost, source, target)]
+def test_worked_numbers(cost, source, target, epsilon, num_iterations, plan):
+    tensors = [torch.tensor(value, dtype=torch.float64) for value in (cost, source, target)]
     actual = sinkhorn(*tensors, epsilon, num_iterations)
-    expected = torch.tensor(plan, dtype=dtype)
+    expected = torch.tensor(plan, dtype=torch.float64)
     for row in range(len(plan)):
         # The symmetric cases are given by their first row.
         if cost[row] != cost[0] and plan[row] is plan[0]:
             expected[row] = expected[row].flip(0)
-    torch.testing.assert_close(actual, expected, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=1e-9)
-
-
-@pytest.mark.parametrize("epsilon", [0.1, 0.001])
-def test_column_sums_are_exact_and_row_sums_come_near(epsilon):
-    cost, source, target = problem(3, 128, 32)
-    plan = sinkhorn(cost, source, target, epsilon)
-    torch.testing.assert_close(plan.sum(-2), target, rtol=1e-12, atol=0)
-    assert (plan.sum(-1) - source).abs().sum(-1).max() < 0.5
-    plan = sinkhorn(cost, source, target, 0.1, 300)
-    torch.testing.assert_close(plan.sum(-1), source, rtol=1e-6, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-9)
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 0.02])
@@ -194,15 +152,63 @@ def test_equals_pot_and_its_gradients(epsilon):
     assert_all_close(plan_and_gradients(sinkhorn, tensors, epsilon=epsilon), expected, rtol=1e-8, atol=1e-10)
 
 
-def test_converges_to_pots_entropic_plan():
-    cost, source, target = problem(16, 5)
-    expected = ot.sinkhorn(source, target, cost, reg=0.1, method="sinkhorn_log", stopThr=1e-13, numItermax=10000)
-    torch.testing.assert_close(sinkhorn(cost, source, target, 0.1, 2000), expected, rtol=1e-6, atol=1e-10)
+# --- costs, masses, types and shapes ---
 
 
-def test_only_the_proportions_of_the_source_matter():
-    cost, source, target = problem(2, 10, 4)
-    expected = plan_and_gradients(naive_sinkhorn, (cost, 20 * source, 0.3 * target))
-    actual = plan_and_gradients(sinkhorn, (cost, 20 * source, 0.3 * target))
-    assert_all_close(actual, expected, rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(actual[0], 0.3 * sinkhorn(cost, source, target), rtol=1e-12, atol=0)
+@pytest.mark.parametrize("scale", [1e4, 1e37])
+def test_extreme_costs_give_finite_plans_and_gradients(scale):
+    cost, source, target = problem(3, 20, 6, dtype=torch.float32)
+    for values in (cost * scale, (cost - 1) * scale, (cost > 1) * torch.tensor(scale)):
+        plan, *gradients = plan_and_gradients(sinkhorn, (values, source, target), epsilon=1e-3)
+        torch.testing.assert_close(plan.sum(-2), target, rtol=1e-5, atol=0)
+        assert (plan >= 0).all()
+        assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 0.003])
+@pytest.mark.parametrize("garbage", [0.0, math.nan])
+def test_zero_masses_leave_a_smaller_problem(garbage, epsilon):
+    cost, source, target = problem(1, 12, 5, dtype=torch.float32)
+    source[0, 8:], target[0, :2], cost[0, 8:], cost[0, :, :2] = 0, 0, garbage, garbage
+    plan, *gradients = plan_and_gradients(sinkhorn, (cost, source, target), epsilon=epsilon)
+    assert torch.equal(plan.count_nonzero(), (plan[:, :8, 2:] > 0).sum())
+    smaller = [tensor.clone().requires_grad_() for tensor in (cost[:, :8, 2:], source[:, :8], target[:, 2:])]
+    small_plan = sinkhorn(*smaller, epsilon=epsilon)
+    torch.testing.assert_close(plan[:, :8, 2:], small_plan.detach(), rtol=1e-5, atol=1e-9)
+    weights = torch.randn(plan.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).float()
+    expected = torch.autograd.grad((small_plan * weights[:, :8, 2:]).sum(), smaller)
+    inside = gradients[0][:, :8, 2:], gradients[1][:, :8], gradients[2][:, 2:]
+    assert_all_close(inside, expected, rtol=1e-4, atol=1e-5)
+    for whole, part in zip(gradients, inside, strict=True):
+        assert whole.isfinite().all()
+        assert whole.count_nonzero() == part.count_nonzero()
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 0.003])
+def test_windows_without_source_or_target_are_zero_and_disturb_no_other(epsilon):
+    cost, source, target = problem(4, 9, 4, dtype=torch.float32)
+    source[0], target[1], source[2], target[2] = 0, 0, 0, 0
+    cost[:3] = math.nan
+    plan, *gradients = plan_and_gradients(sinkhorn, (cost, source, target), epsilon=epsilon)
+    assert not plan[:3].any()
+    assert not any(gradient[:3].any() for gradient in gradients)
+    torch.testing.assert_close(plan[3], sinkhorn(cost[3], source[3], target[3], epsilon), rtol=1e-6, atol=0)
+    assert gradients[0][3].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_are_computed_in_float32(dtype):
+    tensors = problem(2, 128, 32, dtype=dtype)
+    actual = plan_and_gradients(sinkhorn, tensors)
+    assert {tensor.dtype for tensor in actual} == {dtype}
+    assert torch.equal(sinkhorn(*tensors), sinkhorn(*[tensor.float() for tensor in tensors]).to(dtype))
+    mixed = sinkhorn(tensors[0], tensors[1].float(), tensors[2].double())
+    assert torch.equal(mixed, sinkhorn(*[tensor.double() for tensor in tensors]).to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0), (0, 0)])
+def test_empty_problems_have_empty_plans(shape):
+    cost = torch.zeros(shape, requires_grad=True)
+    plan = sinkhorn(cost, torch.zeros(shape[:-1]), torch.zeros(shape[:-2] + shape[-1:]))
+    assert plan.shape == shape
+    plan.sum().backward()

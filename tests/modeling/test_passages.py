@@ -49,27 +49,6 @@ def test_passages_are_compressed_as_if_each_stood_alone(name, method_cases, batc
     assert model.generate(text, **read, **GREEDY).shape == (1, 10)
 
 
-def test_a_later_passage_changes_nothing_in_the_first_ones_slots(method_cases):
-    model = method_cases["compression_tokens"].on(variant="shared_adapter").build()
-    ids = ids_of(20)
-    other = torch.cat([ids[:, :8], ids_of(12, seed=5)], dim=1)
-    found, changed = (model.compress(row, ratio=2, chunk_lengths=[[8, 12]]).embeddings for row in (ids, other))
-    # Two chunks of 5 and 3 tokens, each with a vector in front and one behind.
-    of_first = model.config.num_slots(8, 2)
-    assert of_first == 3 + 2 + 2 * 2
-    assert found[:, :of_first].equal(changed[:, :of_first])
-    assert not found[:, of_first:].equal(changed[:, of_first:])
-
-
-def test_layouts_that_count_on_count_on_through_passages(method_cases):
-    """A row cut where its chunks end is the row itself."""
-    for variant in ("uniform", "enhanced"):
-        model, ids = method_cases["icae"].on(variant=variant).build(), ids_of(15)
-        plain, given = model.compress(ids), model.compress(ids, chunk_lengths=[[6, 6, 3]])
-        torch.testing.assert_close(given.embeddings, plain.embeddings, atol=1e-5, rtol=0)
-        assert given.position_ids.equal(plain.position_ids)
-
-
 def test_passages_of_an_encoder_decoder():
     model = build()
     ids, text = ids_of(12), ids_of(3, seed=1)
@@ -91,13 +70,8 @@ def test_lengths_that_do_not_fit_are_refused(method_cases):
     ):
         with pytest.raises(ValueError, match=reason):
             model.compress(ids, chunk_lengths=lengths)
-    given = {"context_chunk_lengths": torch.tensor([[6]])}
-    with pytest.raises(ValueError, match="`context_chunk_lengths` must add up to the 5 tokens of row 0"):
-        model(input_ids=ids, context_input_ids=ids[:, :5], **given)
-    for memory in ({}, {"memory": model.compress(ids)}):
-        for call in (model, model.generate):
-            with pytest.raises(ValueError, match="`context_chunk_lengths` belongs to `context_input_ids`"):
-                call(input_ids=ids, **memory, **given)
+    with pytest.raises(ValueError, match="`context_chunk_lengths` belongs to `context_input_ids`"):
+        model(input_ids=ids, context_chunk_lengths=torch.tensor([[6]]))
     with pytest.raises(ValueError, match=r"reads a context whole, without `chunk_lengths`, got \[\[6\]\]"):
         TRAINING_FREE_CASES[0].model.compress(ids, chunk_lengths=[[6]])
 

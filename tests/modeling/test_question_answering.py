@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 from itertools import chain
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,13 +17,8 @@ from context_compressors import (
     ContextCompressionQAPipeline,
     DeCALConfig,
     DeCALForConditionalGeneration,
-    DeCALModel,
     add_task_tokens,
 )
-from context_compressors.cli.compress import compress_all
-from context_compressors.cli.documents import Document
-from context_compressors.configuration.methods import METHODS, config_class
-from context_compressors.data.prompts import load_prompts
 from context_compressors.modeling.compressor import context_compression_qa
 from context_compressors.modeling.parts.prompting import question_ids
 
@@ -121,14 +115,6 @@ def test_an_encoder_decoder_is_asked_the_same_way(encoder_decoder, tiny_tokenize
         pipe.compress(DOCUMENTS[:1]).to_prompt_embeds(tiny_tokenizer, "Who?", encoder_decoder)
 
 
-@pytest.mark.slow
-def test_the_command_compresses_with_every_form_of_encoder(encoder_decoder, tiny_tokenizer):
-    pipe = encoder_decoder.question_answering(tiny_tokenizer)
-    arguments = SimpleNamespace(max_tokens=None, allow_untrained_ratio=False)
-    ((_, (memory,)),) = compress_all(pipe, [Document("a", DOCUMENTS[0])], [2], 1, arguments)
-    assert memory.num_slots.equal(pipe.compress(DOCUMENTS[0], ratio=2).num_slots)
-
-
 def test_documents_are_compressed_with_their_question_where_the_checkpoint_does_so(tiny_tokenizer):
     model = build_encoder_decoder(question_placement="encoder")
     pipe = model.question_answering(tiny_tokenizer, **LENGTH)
@@ -160,16 +146,8 @@ def test_documents_are_compressed_with_their_question_where_the_checkpoint_does_
         pipe.compress(DOCUMENTS)
 
 
-def test_a_backbone_alone_cannot_be_asked(form_case, encoder_decoder, tiny_tokenizer):
-    for backbone in (form_case.model.model, DeCALModel(encoder_decoder.config)):
-        with pytest.raises(ValueError, match="Model writes no text: load the checkpoint with its LM head"):
-            backbone.question_answering(tiny_tokenizer)
-
-
 @pytest.mark.slow
-@pytest.mark.costly
-def test_many_questions_about_many_documents(pipe_of_each_method):
-    pipe = pipe_of_each_method
+def test_many_questions_about_many_documents(pipe):
     expected = [[answer_by_hand(pipe, question, document) for question in QUESTIONS] for document in DOCUMENTS]
     assert len({answer["answer"] for answers in expected for answer in answers}) > 1
     for size in (1, 3, 8):
@@ -190,35 +168,6 @@ def test_memories_are_read_in_place_of_documents(pipe, tmp_path):
     assert pipe(QUESTIONS, memory=paths) == expected
     assert pipe(QUESTIONS, memory=str(paths[1])) == expected[1]
     assert pipe(QUESTIONS[0], memory=[memory.rows(0), str(paths[1])]) == [row[0] for row in expected[:2]]
-
-
-def test_a_memory_with_a_ratio_for_each_row_is_asked_at_it(pipe):
-    memory = pipe.compress(DOCUMENTS, ratio=torch.tensor([2, 2, 2]))
-    assert pipe("Who?", memory=memory, ratio=2) == pipe("Who?", memory=memory)
-    with pytest.raises(ValueError, match=r"`ratio` must be \[2, 2, 2\], the memory's own, got 4"):
-        pipe("Who?", memory=memory, ratio=4)
-
-
-@before_any_method
-def test_ratios_by_document_are_as_many_as_these_and_for_compress_alone(pipe):
-    for ratios in (torch.tensor([2, 3, 2]), torch.tensor([2]), torch.tensor([[2, 3]])):
-        with pytest.raises(ValueError, match=r"`ratio` must be .* one value for each of the 2 documents, got shape"):
-            pipe.compress(DOCUMENTS[:2], ratio=ratios)
-    for batch_size in (1, 2):
-        with pytest.raises(ValueError, match="`ratio` must be a single one, got tensor"):
-            pipe("Who?", context=DOCUMENTS[:2], ratio=torch.tensor([2, 3]), batch_size=batch_size)
-    assert pipe("Who?", context="a", ratio=torch.tensor(3)) == pipe("Who?", context="a", ratio=3)
-
-
-@before_any_method
-def test_the_models_own_settings_give_one_answer_to_a_question(form_case, tiny_tokenizer):
-    model = form_case.build()
-    pipe = pipeline_of(model, tiny_tokenizer)
-    asked = {"question": QUESTIONS, "context": DOCUMENTS}
-    expected = pipe(**asked, num_beams=2)
-    model.generation_config = GenerationConfig(num_beams=2, num_return_sequences=2, return_dict_in_generate=True)
-    assert pipe(**asked) == expected
-    assert pipe(**asked, generation_config=GenerationConfig(num_beams=2)) == expected
 
 
 def test_joined_documents_are_read_together_in_order(pipe, tmp_path):
@@ -285,20 +234,9 @@ def test_the_full_text_is_read_by_the_decoder_without_a_memory(pipe):
     assert asked == by_hand(QUESTIONS[0], "abc")
 
 
-@before_any_method
-def test_the_full_text_has_no_ratio_and_no_memory(pipe, encoder_decoder, tiny_tokenizer):
-    with pytest.raises(ValueError, match="`full_text` compresses nothing: leave out the `ratio`, 2"):
-        pipe("Who?", context="a", full_text=True, ratio=2)
-    with pytest.raises(ValueError, match="give `context` in place of a memory"):
-        pipe("Who?", memory=pipe.compress("a"), full_text=True)
-    with pytest.raises(ValueError, match="decoder of a DeCALForConditionalGeneration reads no documents"):
-        encoder_decoder.question_answering(tiny_tokenizer)("Who?", context="a", full_text=True)
-
-
-@pytest.mark.costly
-def test_the_checkpoints_own_prompt_and_heading_are_taken(method_case, tiny_tokenizer):
+def test_the_checkpoints_own_prompt_and_heading_are_taken(form_case, tiny_tokenizer):
     own = {"prompts": {"question_answering": "Q {question} A"}, "context_prefix": "# Text\n"}
-    model = method_case.build(**own)
+    model = form_case.build(**own)
     add_task_tokens(tiny_tokenizer, tuple(model.config.task_token_ids))
     pipe = model.question_answering(tiny_tokenizer, **LENGTH)
     asked = {"prompt": "Q {question} A", "prefix": "# Text\n"}
@@ -308,149 +246,55 @@ def test_the_checkpoints_own_prompt_and_heading_are_taken(method_case, tiny_toke
     assert found == answer_by_hand(pipe, QUESTIONS[1], DOCUMENTS[0], **asked)
 
 
-def test_documents_are_cut_only_when_that_is_asked_for(pipe):
-    whole, cut = pipe.compress(DOCUMENTS), pipe.compress(DOCUMENTS, max_tokens=5)
-    assert whole.num_context_tokens.tolist() == [len(document) + 1 for document in DOCUMENTS]
-    assert cut.num_context_tokens.tolist() == [5, 5, 4]
-    assert [int(memory.num_slots[2]) for memory in pipe.compress(DOCUMENTS, ratio=[2, 8])] == [2, 1]
-    assert pipe(QUESTIONS, context=DOCUMENTS, max_tokens=5) == pipe(QUESTIONS, memory=cut)
-
-
-def test_a_single_document_is_not_taken_apart(pipe, slots):
-    one, listed = pipe.compress(DOCUMENTS[0], ratio=3), pipe.compress(DOCUMENTS[:1], ratio=3)
-    assert one.num_context_tokens.tolist() == [len(DOCUMENTS[0]) + 1]
-    assert slots(one).equal(slots(listed))
-    assert [memory.batch_size for memory in pipe.compress(DOCUMENTS[0], ratio=[2, 8])] == [1, 1]
-
-
-def test_what_cannot_be_compressed_is_refused(pipe):
-    with pytest.raises(ValueError, match="`documents` is an empty list"):
-        pipe.compress([])
-    # BOS alone is no document.
-    for wrong in (1, 0, -5):
-        message = f"`max_tokens` must be above 1, the tokens that open a document, got {wrong}"
-        with pytest.raises(ValueError, match=message):
-            pipe.compress(DOCUMENTS, max_tokens=wrong)
-        with pytest.raises(ValueError, match=message):
-            pipe("Who?", context="a", max_tokens=wrong)
-
-
-@pytest.mark.slow
-def test_a_generation_configuration_says_what_the_pipeline_would(pipe):
-    pipe = pipe.model.question_answering(pipe.tokenizer)
-    asked = {"question": QUESTIONS, "context": DOCUMENTS[0]}
-    drawn = {"do_sample": True, "temperature": 50.0, "top_k": 0, "max_new_tokens": 9, "min_new_tokens": 9}
-    for settings in ({"max_new_tokens": 2, "min_new_tokens": 2}, {"num_beams": 2}, drawn):
-        found = []
-        for given in (settings, {"generation_config": GenerationConfig(**settings)}):
-            torch.manual_seed(0)
-            found.append(pipe(**asked, **given))
-        assert found[0] == found[1]
-        assert found[0] != pipe(**asked), settings
-    # What stands beside it goes first; it stays as it is.
-    own = GenerationConfig(max_new_tokens=9)
-    short = {"max_new_tokens": 2, "min_new_tokens": 2}
-    assert pipe(**asked, generation_config=own, **short) == pipe(**asked, **short)
-    assert (own.max_new_tokens, own.do_sample) == (9, None)
-    # With the question, as the library counts.
-    read = {"context": DOCUMENTS[0], "memory": None, "batch_size": 1}
-    longest = 4 + max(map(len, pipe.preprocess({"question": QUESTIONS, "messages": None, **read})["question_ids"]))
-    given = ({"max_length": longest}, {"generation_config": GenerationConfig(max_length=longest)})
-    short = [pipe(**asked, **length) for length in given]
-    assert short[0] == short[1] != pipe(**asked)
-    whole = pipe.model.generation_config.to_dict()
-    with pytest.raises(ValueError, match="`num_return_sequences` must be 1, got None"):
-        pipe(**asked, num_return_sequences=None)
-    for settings, message in (
-        ({"num_beams": 2, "num_return_sequences": 2}, "`num_return_sequences` must be 1, got 2"),
-        ({"return_dict_in_generate": True}, "`return_dict_in_generate` must be false, got True"),
-    ):
-        for given in (settings, {"generation_config": GenerationConfig(**settings)}):
-            with pytest.raises(ValueError, match=message):
-                pipe(**asked, **given)
-    assert pipe.model.generation_config.to_dict() == whole
-
-
-def test_generation_settings_pass_through(pipe, tmp_path):
-    beams = pipe(QUESTIONS, context=DOCUMENTS[0], num_beams=2)
-    assert len(beams) == 2
-    shorter = pipe(QUESTIONS[0], context=DOCUMENTS[0], max_new_tokens=2, min_new_tokens=2)["answer"]
-    assert pipe(QUESTIONS[0], context=DOCUMENTS[0])["answer"].startswith(shorter)
-
-
-@before_any_method
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "either `context`, `memory` or `store`"),
-        ({"context": "a", "memory": "b"}, "either `context`, `memory` or `store`"),
-        ({"context": []}, "`context` is an empty list"),
-        ({"memory": []}, "`memory` is an empty list"),
-        ({"context": "a", "prompt": "Q:"}, r"`prompt` must hold \{question\} exactly once, got 'Q:'"),
-        ({"context": "a", "ratio": 7}, "not trained for the ratio 7"),
-        ({"context": "a", "ratio": [2, 3]}, r"`ratio` must be a single one, got \[2, 3\]"),
-        ({"context": "a", "batch_size": -1}, "`batch_size` must be 1 or more, got -1"),
-        ({"context": "a", "batch_size": 0}, "`batch_size` must be 1 or more, got 0"),
-        ({"context": "a", "num_return_sequences": 2}, "`num_return_sequences` must be 1"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused(pipe, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        pipe("Who?", **arguments)
-    with pytest.raises(ValueError, match="`question` is an empty list"):
-        pipe([], context="a")
-
-
 @before_any_method
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
+        ({}, ValueError, "either `context`, `memory` or `store`"),
+        ({"context": "a", "memory": "b"}, ValueError, "either `context`, `memory` or `store`"),
+        ({"context": []}, ValueError, "`context` is an empty list"),
+        ({"question": [], "context": "a"}, ValueError, "`question` is an empty list"),
+        ({"question": None, "context": "a"}, ValueError, "either `question` or `messages`"),
         ({"question": 5, "context": "a"}, TypeError, "`question` must be a text or a list of texts, got 5"),
-        ({"question": ["a", None], "context": "a"}, TypeError, "`question` must be a text .* got None"),
-        ({"question": "a", "context": 5}, TypeError, "`context` must be a text or a list of texts, got 5"),
-        ({"question": "a", "context": ["a", None]}, TypeError, "`context` must be a text .* got None"),
-        ({"question": "a", "context": {"a": 1}}, TypeError, "`context` must be a text .* got {'a': 1}"),
-        ({"question": "a \ud83d", "context": "a"}, ValueError, r"`question` holds '\\ud83d' at character 2"),
-        ({"question": "a", "context": "\udc00a"}, ValueError, r"`context` holds '\\udc00' at character 0"),
-        ({"question": "a", "memory": 5}, TypeError, "`memory` must be a CompressedContext, its file, .* got 5"),
-        ({"question": "a", "memory": [None]}, TypeError, "`memory` must be a CompressedContext, .* got None"),
-        ({"question": "a", "memory": "a", "max_tokens": 9}, ValueError, "`max_tokens`, 9, cuts .* read whole"),
-        ({"question": "a", "context": "a", "max_tokens": 2.5}, TypeError, "`max_tokens` must be an int, got 2.5"),
-        ({"question": "a", "context": "a", "max_tokens": "5"}, TypeError, "`max_tokens` must be an int, got '5'"),
-        ({"question": "a", "context": "a", "prompt": 5}, TypeError, "`prompt` must be a text .* got 5"),
-        (
-            {"question": "a", "context": "a", "join": "no"},
-            ValueError,
-            "`join` must be True, False or 'likeliest', got 'no'",
-        ),
-        (
-            {"messages": [{"role": "user", "content": None}], "context": "a"},
-            TypeError,
-            "`messages` must be a text .* got None",
-        ),
-        ({"messages": [{"role": "user", "content": "\ud800"}], "context": "a"}, ValueError, "lone surrogate"),
+        ({"context": ["a", None]}, TypeError, "`context` must be a text .* got None"),
+        ({"context": "\udc00a"}, ValueError, r"`context` holds '\\udc00' at character 0"),
+        ({"memory": 5}, TypeError, "`memory` must be a CompressedContext, its file, .* got 5"),
+        ({"memory": "a", "max_tokens": 9}, ValueError, "`max_tokens`, 9, cuts .* read whole"),
+        ({"context": "a", "max_tokens": 1}, ValueError, "`max_tokens` must be above 1, the tokens that open"),
+        ({"context": "a", "prompt": "Q:"}, ValueError, r"`prompt` must hold \{question\} exactly once, got 'Q:'"),
+        ({"context": "a", "ratio": 7}, ValueError, "not trained for the ratio 7"),
+        ({"context": "a", "ratio": [2, 3]}, ValueError, r"`ratio` must be a single one, got \[2, 3\]"),
+        ({"context": "a", "batch_size": 0}, ValueError, "`batch_size` must be 1 or more, got 0"),
+        ({"context": "a", "num_return_sequences": 2}, ValueError, "`num_return_sequences` must be 1"),
+        ({"context": "a", "join": "no"}, ValueError, "`join` must be True, False or 'likeliest', got 'no'"),
+        ({"context": "a", "full_text": True, "ratio": 2}, ValueError, "`full_text` compresses nothing: leave out"),
+        ({"question": None, "messages": [{"role": "user", "content": None}], "context": "a"}, TypeError, "got None"),
     ],
 )
-def test_what_is_no_text_or_memory_is_named(pipe, arguments, error, message):
+def test_what_cannot_be_asked_is_refused(pipe, arguments, error, message):
     with pytest.raises(error, match=message):
-        pipe(**arguments)
+        pipe(**{"question": "Who?", **arguments})
 
 
-def test_a_memory_is_not_compressed_again_and_belongs_to_its_model(pipe):
-    memory = pipe.compress(DOCUMENTS[:1])
-    other = memory.ratio + 2
-    with pytest.raises(ValueError, match=f"`ratio` must be {memory.ratio}, the memory's own, got {other}"):
-        pipe("Who?", memory=memory, ratio=other)
+def test_a_memory_is_asked_at_its_own_ratio_and_by_its_model(pipe):
+    memory = pipe.compress(DOCUMENTS, ratio=torch.tensor([2, 2, 2]))
+    assert pipe("Who?", memory=memory, ratio=2) == pipe("Who?", memory=memory)
+    with pytest.raises(ValueError, match=r"`ratio` must be \[2, 2, 2\], the memory's own, got 4"):
+        pipe("Who?", memory=memory, ratio=4)
     memory.model_id = "other:0"
     with pytest.raises(ValueError, match="other:0"):
         pipe("Who?", memory=memory)
 
 
-def test_prompts_without_a_configuration_are_the_packaged_ones():
-    for method in METHODS:
-        config = config_class(method)()
-        for config.prompt_format in ("plain", "chat"):
-            assert load_prompts(config.usual_prompts)["question_answering"][0] == config.question_prompt
+def test_generation_settings_pass_through_and_stay_as_they_are(pipe):
+    asked, short = {"question": QUESTIONS, "context": DOCUMENTS[0]}, {"max_new_tokens": 2, "min_new_tokens": 2}
+    own = GenerationConfig(max_new_tokens=9, num_beams=2)
+    beams = pipe(**asked, num_beams=2)
+    assert pipe(**asked, generation_config=GenerationConfig(num_beams=2, **LENGTH)) == beams
+    assert pipe(**asked, generation_config=own, **short) == pipe(**asked, num_beams=2, **short)
+    assert (own.max_new_tokens, own.do_sample) == (9, None)
+    for full, cut in zip(pipe(**asked), pipe(**asked, **short), strict=True):
+        assert full["answer"].startswith(cut["answer"])
 
 
 def test_transformers_makes_the_pipeline_of_a_loaded_model(pipe):
@@ -461,7 +305,7 @@ def test_transformers_makes_the_pipeline_of_a_loaded_model(pipe):
 
 SCRIPT = """
 import json, sys
-from transformers import pipeline
+from transformers import GenerationConfig, pipeline
 
 try:
     import context_compressors
@@ -484,6 +328,7 @@ for source, target, result in job["folders"]:
 """
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_a_folder_is_asked_without_this_package_saved_and_asked_again(
     method_cases, encoder_decoder, tiny_tokenizer, clean_python, tmp_path

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.modeling.memory.compressed_context import CompressedContext
-from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM, nearest_ratios
+from context_compressors.modeling.modeling_mean_pooling import nearest_ratios
 
 RATIOS = (2, 4, 8)
 LENGTHS = [23, 9, 16, 12, 30, 7]
@@ -99,16 +99,6 @@ def test_a_given_ratio_is_mean_pooling_and_the_selector_one_map_of_a_state(make,
         assert model.compress(*batch, ratio=ratio).embeddings.equal(plain.compress(*batch, ratio=ratio).embeddings)
 
 
-def test_it_starts_in_the_middle_of_the_set(pretrained_base):
-    model = MeanPoolingForCausalLM.from_base(pretrained_base, compression_ratios=[4, 8, 16], ratio_selector=True)
-    selector = model.model.ratio_selector
-    assert selector.bias.item() == pytest.approx(3.0)
-    assert selector.weight.abs().max() > 0
-    with torch.no_grad():
-        selector.weight.zero_()
-    assert model.compress(ids_of(40, most=200), ratio="auto").ratio.tolist() == [8]
-
-
 def test_questions_are_answered_from_memories_of_many_ratios(make, random_rows, pad_rows):
     model, rows = make(), random_rows(LENGTHS)
     context, mask = pad_rows(rows)
@@ -142,16 +132,6 @@ def test_a_saved_checkpoint_selects_the_same(make, random_rows, pad_rows, tmp_pa
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     assert half.model.ratio_selector.weight.dtype == torch.float32
     assert AutoConfig.from_pretrained(tmp_path / "model").ratio_selector is True
-
-
-def test_a_context_without_tokens_has_no_slots_at_the_first_ratio(make, random_rows, pad_rows):
-    model = make()
-    ids, mask = pad_rows(random_rows([9, 5]))
-    mask[1] = 0
-    memory = model.compress(ids, mask, ratio="auto")
-    assert (memory.ratio[1].item(), memory.num_slots[1].item()) == (2, 0)
-    nothing = model.compress(ids, torch.zeros_like(mask), ratio=["auto"])[0]
-    assert (nothing.ratio.tolist(), nothing.num_slots.tolist()) == ([2, 2], [0, 0])
 
 
 def test_the_normed_perceptron_stands_in_the_linear_maps_place(make, method_cases):

@@ -12,7 +12,6 @@ from tiny_models import ON_EVERY_BASE
 from transformers import AutoModelForCausalLM
 
 from context_compressors import CompressedContext, add_task_tokens
-from context_compressors.modeling.parts import text_ids
 from context_compressors.modeling.parts.prompting import message_ids
 
 QUESTION = "Who?"
@@ -169,28 +168,6 @@ def test_one_message_is_a_question_and_more_need_a_chat_template(model, memory, 
     assert embeds[int(memory.num_slots) :].equal(model.get_input_embeddings()(torch.tensor(rendered)))
 
 
-def test_a_task_token_takes_the_place_of_bos_in_a_chat(method_cases, tiny_tokenizer):
-    config = method_cases["icae"].model.config
-    tokenizer = with_task_tokens(tiny_tokenizer, config)
-    tokenizer.chat_template = TEMPLATE
-    chat = [{"role": "system", "content": "[LM]"}, {"role": "user", "content": "x"}]
-    ids = message_ids(config, tokenizer, chat)
-    assert ids[0] == config.task_token_ids["[LM]"]
-    assert tokenizer.bos_token_id not in ids
-
-
-def test_questions_behind_task_tokens_share_one_copy_of_the_tokenizer(method_cases, tiny_tokenizer, monkeypatch):
-    config, copies = method_cases["icae"].model.config, []
-    tokenizer = with_task_tokens(tiny_tokenizer, config)
-    made = text_ids.text_tokenizer
-    monkeypatch.setattr(text_ids, "text_tokenizer", lambda *given: copies.append(given) or made(*given))
-    first, *others = (message_ids(config, tokenizer, f"Who is [LM]? {number}") for number in range(3))
-    # In a question "[LM]" is four characters.
-    assert first.count(config.task_token_ids["[LM]"]) == 1
-    assert len({tuple(ids) for ids in (first, *others)}) == 3
-    assert [splits for _, splits in copies] == [True]
-
-
 def test_what_cannot_be_served_is_refused(model, memory, tiny_tokenizer):
     two = model.compress(torch.arange(5, 27).view(2, 11))
     for arguments in ((tiny_tokenizer, QUESTION, model), ()):
@@ -201,16 +178,3 @@ def test_what_cannot_be_served_is_refused(model, memory, tiny_tokenizer):
     memory.model_id = "other:0"
     with pytest.raises(ValueError, match="other:0"):
         memory.to_prompt_embeds(tiny_tokenizer, QUESTION, model)
-
-
-def test_the_plain_decoder_is_a_copy_that_saves_and_loads(model, tmp_path):
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    decoder = model.decoder_language_model()
-    decoder.save_pretrained(tmp_path)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter.zero_()
-    assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
-    ids = torch.arange(5, 15)[None]
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)

@@ -61,6 +61,7 @@ print(model.base_model.config.base_model_name_or_path, model.model_id)
 """
 
 
+@pytest.mark.release
 def test_a_light_checkpoint_needs_neither_a_network_nor_this_package(smollm2_base, clean_python, tmp_path):
     model = MeanPoolingForCausalLM.from_base(NAME, dtype=torch.bfloat16, compression_ratios=[2])
     model.save_pretrained(tmp_path / "light")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One loaded model used from several threads at once: each call's result is that of the same call alone."""
 
-import copy
-import io
 import sys
 import threading
 
@@ -12,10 +10,7 @@ from tiny_models import METHODS, Case
 from transformers import TextIteratorStreamer
 
 from context_compressors.configuration.configuration_decal import DeCALConfig
-from context_compressors.evaluation.slot_origins import attention_by_head
 from context_compressors.modeling.modeling_decal import DeCALForConditionalGeneration
-from context_compressors.modeling.parts.lora import use_adapter
-from context_compressors.modeling.parts.text_ids import encode
 
 THREADS, ROUNDS = 8, 2
 GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
@@ -115,7 +110,8 @@ def calls_of(model, tokenizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*(method.name for method in METHODS), "decal"])
+# Adapters that are switched, one pass for both sides, heads of unlike numbers, and an encoder-decoder.
+@pytest.mark.parametrize("name", ["mean_pooling", "five_hundred_x", "voco", "ranked_key_values", "decal"])
 def test_calls_of_all_kinds_are_right_in_eight_threads(name, tiny_tokenizer):
     assert not together(calls_of(built(name), tiny_tokenizer))
 
@@ -177,7 +173,7 @@ def replica_of(network):
 
 
 @pytest.mark.parametrize(
-    ("name", "variant"), [*((method.name, "easy") for method in METHODS), ("comprexit", "encoder_lora")]
+    ("name", "variant"), [("mean_pooling", "easy"), ("five_hundred_x", "easy"), ("comprexit", "encoder_lora")]
 )
 def test_a_replica_in_a_thread_is_the_model(name, variant):
     model = built(name, variant).train()
@@ -199,48 +195,6 @@ def test_a_replica_in_a_thread_is_the_model(name, variant):
     torch.testing.assert_close(found[1], base)
 
 
-def test_a_copy_and_a_pickled_model_switch_their_own_adapters():
-    model = built("mean_pooling")
-    call = {"input_ids": TEXT, "context_input_ids": CONTEXT}
-    expected = model(**call).logits
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        torch.testing.assert_close(other(**call).logits, expected)
-        q_proj, own = (m.model.language_model.layers[0].self_attn.q_proj for m in (other, model))
-        assert type(q_proj) is type(own)
-        with use_adapter(other.model.language_model, "encoder"):
-            assert "encoder" in q_proj.active_adapters
-            assert "decoder" not in q_proj.active_adapters
-            assert own.active_adapters == ["decoder"]
-
-
-@pytest.mark.parametrize("name", ["mean_pooling", "icae", "five_hundred_x"])
-def test_a_call_leaves_no_mark_on_shared_modules_while_it_runs(name):
-    model = built(name, **({} if name == "mean_pooling" else {"chunk_size": 32}))
-    backbone, marks = model.model.language_model, []
-    layer = backbone.layers[0]
-
-    def watch(*_):
-        marks.append((backbone.config.to_dict(), backbone.config._attn_implementation, flags(backbone)))
-
-    layer.register_forward_hook(watch)
-    before = (backbone.config.to_dict(), backbone.config._attn_implementation, flags(backbone))
-    model.compress(CONTEXT)
-    model(input_ids=TEXT, context_input_ids=CONTEXT)
-    if name != "mean_pooling":
-        attention_by_head(model.model, CONTEXT)
-    assert len(marks) >= 3
-    assert all(mark == before for mark in marks)
-
-
-def flags(backbone):
-    """Plain attributes of all modules, those of PEFT among them."""
-    plain = (bool, int, str, list, type(None))
-    return [{n: str(v) for n, v in vars(m).items() if isinstance(v, plain)} for m in backbone.modules()]
-
-
 def test_frequencies_that_follow_the_length_are_a_calls_own():
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 12}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [9.0] * 4}
@@ -256,19 +210,3 @@ def test_frequencies_that_follow_the_length_are_a_calls_own():
     logits = model(input_ids=TEXT, context_input_ids=CONTEXT, output_hidden_states=True)
     assert len(logits.hidden_states) == 3
     assert len(model(input_ids=TEXT, output_hidden_states=True).hidden_states) == 3
-
-
-def test_what_others_tokenize_meanwhile_leaves_the_pipeline_alone(tiny_tokenizer):
-    model = built("mean_pooling")
-    pipe = model.question_answering(tiny_tokenizer)
-    expected, ids = pipe("Who wrote it?", context="Somebody.", **GREEDY), encode(tiny_tokenizer, "Who wrote it?")
-
-    def answer():
-        # As a call in another thread may do between any two steps of the pipeline's.
-        tiny_tokenizer(["Who", "wrote it?"], truncation=True, max_length=3, padding="max_length")
-        return as_numbers(pipe("Who wrote it?", context="Somebody.", **GREEDY)["answer"])
-
-    torch.testing.assert_close(answer(), as_numbers(expected["answer"]))
-    assert not together({"answer": torch.no_grad()(answer)}, threads=2)
-    tiny_tokenizer("Who wrote it?", truncation=True, max_length=3)
-    assert encode(tiny_tokenizer, "Who wrote it?") == ids

@@ -8,22 +8,17 @@ from tiny_bases import BOS, base_config, ids_of
 from tiny_models import SMALL_LORA
 from transformers import (
     AutoModelForCausalLM,
-    AutoProcessor,
-    CLIPImageProcessorPil,
     CLIPVisionConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    LlavaProcessor,
-    Qwen2VLConfig,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
     SmolVLMImageProcessorPil,
     SmolVLMProcessor,
 )
 from transformers.models.smolvlm import processing_smolvlm
-from voco_positions import voco_position_ids
 
-from context_compressors import CompressedContext, VoCoConfig, VoCoForCausalLM
+from context_compressors import CompressedContext, VoCoForCausalLM
 from context_compressors.modeling.parts.cache_name import CACHE
 
 IMAGE = 127
@@ -115,20 +110,6 @@ def test_the_masked_pass_is_compressing_and_then_reading_and_reaches_the_project
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
 
-def test_voco_tokens_share_the_ids_of_the_image_alone(base):
-    kind, *_ = base
-    num_tokens, _ = SHAPES[kind]
-    for layout in ("uniform", "enhanced"):
-        model, context = start(base, position_layout=layout), images(kind, before=3, behind=2)
-        _, voco, _ = voco_position_ids(num_tokens, 2, 0, layout, start_id=3)
-        memory = model.compress(**context)
-        assert memory.position_ids.tolist() == [voco.tolist()] * 2
-        behind = num_tokens + 5 + (0 if layout == "enhanced" else 2)
-        assert model.model.text_position_offset(memory, ids_of(1), None).tolist() == [behind] * 2
-        # Without an image it is a text like any other.
-        assert model.compress(ids_of(6, most=120)).position_ids[0].tolist() == voco_position_ids(6, 2, 0)[1].tolist()
-
-
 @torch.no_grad()
 def test_padded_rows_are_read_as_alone_and_several_questions_follow_one_image(base):
     kind, *_ = base
@@ -181,67 +162,6 @@ def test_it_starts_from_the_bases_own_weights_and_is_saved_and_loaded_whole(base
         model.save_pretrained(tmp_path / "light", include_base=False)
     half = VoCoForCausalLM.from_base(folder, num_voco_tokens=1, dtype=torch.bfloat16)
     assert half.compress(**context).dtype == torch.bfloat16
-
-
-def test_images_and_their_places_must_go_together(base):
-    model, context, text = start(base), images(base[0]), ids_of(3, most=120).repeat(2, 1)
-    ids, pixels = context["input_ids"], {"pixel_values": context["pixel_values"]}
-    memory = model.compress(**context)
-    calls = {
-        r"places for \d+ image tokens, and `pixel_values` make 0": lambda: model.compress(ids),
-        "take both from one call of the base's processor": lambda: model.compress(ids[:, :-2], **pixels),
-        "places for 0 image tokens": lambda: model.compress(text, **pixels),
-        rf"`input_ids` hold image tokens \(id {IMAGE}\)": lambda: model(ids, memory=memory),
-        "`pixel_values` must come with `context_input_ids`": lambda: model(text, memory=memory, **pixels),
-        "pixel_values": lambda: model.generate(text, memory=memory, **pixels),
-    }
-    for message, call in calls.items():
-        with pytest.raises(ValueError, match=message):
-            call()
-
-
-def test_a_base_without_images_or_with_other_positions_is_refused(method_cases):
-    model = method_cases["voco"].model
-    with pytest.raises(ValueError, match="the base of this checkpoint does not read images"):
-        model.compress(ids_of(4), pixel_values=torch.zeros(1, 3, 8, 8))
-    with pytest.raises(ValueError, match="has three for each image token"):
-        VoCoConfig(decoder_config=Qwen2VLConfig(text_config={"rope_parameters": {"mrope_section": [2, 3, 3]}}))
-
-
-def test_what_the_bases_processor_makes_is_compressed_as_it_comes(tmp_path, tiny_tokenizer):
-    tiny_tokenizer.add_special_tokens({"additional_special_tokens": ["<unused_27>"]})
-    assert tiny_tokenizer.convert_tokens_to_ids("<unused_27>") < IMAGE
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**VISION),
-        text_config=base_config(),
-        image_token_index=tiny_tokenizer.convert_tokens_to_ids("<unused_27>"),
-        vision_feature_layer=-1,
-    )
-    torch.manual_seed(0)
-    LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "base")
-    resize = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
-    processor = LlavaProcessor(
-        CLIPImageProcessorPil(**resize),
-        tiny_tokenizer,
-        patch_size=2,
-        vision_feature_select_strategy="default",
-        image_token="<unused_27>",
-        num_additional_image_tokens=1,
-    )
-    model = VoCoForCausalLM.from_base(tmp_path / "base", num_voco_tokens=2)
-    model.save_pretrained(tmp_path / "checkpoint")
-    processor.save_pretrained(tmp_path / "checkpoint")
-    processor = AutoProcessor.from_pretrained(tmp_path / "checkpoint")
-    pictures = [np.random.default_rng(seed).integers(0, 255, (12, 10, 3), dtype=np.uint8) for seed in (0, 1)]
-    prompts = ["Look: <unused_27>", "<unused_27>"]
-    context = processor(images=pictures, text=prompts, return_tensors="pt", padding=True)
-    assert (context["input_ids"] == config.image_token_id).sum(dim=1).tolist() == [16, 16]
-    memory = model.compress(**context)
-    question = processor.tokenizer("Which?", return_tensors="pt", add_special_tokens=False)
-    for row in range(2):
-        alone = processor(images=pictures[row], text=prompts[row], return_tensors="pt")
-        expected = model.generate(**question, memory=model.compress(**alone), **GREEDY)
-        assert model.generate(**question, memory=memory.rows(row), **GREEDY).equal(expected)
 
 
 @pytest.mark.slow

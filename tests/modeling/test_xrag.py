@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from tiny_bases import VOCAB_SIZE, base_config, ids_of
+from tiny_bases import base_config, ids_of
 from torch.nn import functional
 from transformers import (
     AutoModel,
@@ -14,8 +14,6 @@ from transformers import (
     BertTokenizer,
     LlamaForCausalLM,
     MistralConfig,
-    MPNetConfig,
-    RobertaConfig,
 )
 
 from context_compressors import XRAGConfig, XRAGForCausalLM
@@ -101,25 +99,6 @@ def test_the_perceptron_alone_trains_and_has_the_papers_size(folders):
         assert (set(trained), sum(trained.values())) == (set(parts), size)
 
 
-def test_the_perceptron_starts_as_a_linear_map_of_the_base(folders):
-    """N(0, initializer_range), biases 0, as in the authors' code."""
-    torch.manual_seed(0)
-    wide = base_config(hidden_size=128, num_attention_heads=2, num_key_value_heads=2, initializer_range=0.05)
-    model = XRAGForCausalLM(XRAGConfig(decoder_config=wide, encoder_config=wide))
-    for layer in (0, 2):
-        linear = model.model.slot_mlp[layer]
-        assert float(linear.weight.detach().std()) == pytest.approx(0.05, rel=0.05)
-        assert not linear.bias.any()
-
-
-def test_the_encoders_ends_stand_around_passages_if_the_base_has_its_tokenizer(folders, tmp_path):
-    LlamaForCausalLM(base_config(vocab_size=len(WORDS))).save_pretrained(tmp_path)
-    BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)}).save_pretrained(tmp_path)
-    model = XRAGForCausalLM.from_base(tmp_path, encoder=folders[1], compression_ratios=[7])
-    assert (model.config.passage_start_ids, model.config.passage_end_ids) == ([CLS], [SEP])
-    assert not {CLS, SEP} & set(model.encoder_tokenizer("the otter").input_ids)
-
-
 @pytest.mark.slow
 @torch.no_grad()
 def test_what_the_encoders_tokenizer_puts_around_a_text_stands_around_each_passage(folders, tmp_path, caplog):
@@ -169,36 +148,3 @@ def test_the_readout_is_that_which_is_published_beside_the_encoder(folders, tmp_
     model = XRAGForCausalLM.from_base(folders[0], encoder=file.parents[1], compression_ratios=[7])
     assert model.config.passage_readout == "last_token"
     assert "has no 1_Pooling/config.json" in caplog.text
-
-
-def test_a_passage_has_the_positions_that_its_encoder_leaves(folders):
-    """RoBERTa and MPNet count from the pad's id on: 30 of 32 positions are left."""
-    for kind in (RobertaConfig, MPNetConfig):
-        shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
-        encoder = kind(vocab_size=64, max_position_embeddings=32, pad_token_id=1, **shape)
-        fields = {"decoder_config": base_config(), "encoder_config": encoder}
-        model = XRAGForCausalLM(XRAGConfig(**fields, compression_ratios=[30])).eval()
-        assert int(model.compress(ids_of(31, most=64)).num_slots) == 2
-        with pytest.raises(ValueError, match="31 tokens needs 31 positions, the encoder has 30"):
-            XRAGConfig(**fields, compression_ratios=[31])
-
-
-def test_wrong_ratios_and_settings_are_refused_by_name(folders):
-    model = XRAGForCausalLM.from_base(folders[0], encoder=folders[1], compression_ratios=[7])
-    context = ids_of(40, most=len(WORDS))
-    with pytest.raises(ValueError, match=r"not trained for the ratio 4; it has \[7\]"):
-        model.compress(context, ratio=4)
-    assert int(model.compress(context, ratio=4, allow_untrained_ratio=True).num_slots) == 10
-    # 30 tokens, [CLS] and [SEP] are all the positions there are; a shorter context is no longer passage.
-    assert int(model.compress(context, ratio=30, allow_untrained_ratio=True).num_slots) == 2
-    assert int(model.compress(context[:, :30], ratio=99, allow_untrained_ratio=True).num_slots) == 1
-    message = r"a passage of 31 tokens needs 33 positions, the encoder has 32 .*lower ratio"
-    with pytest.raises(ValueError, match=message):
-        model.compress(context, ratio=31, allow_untrained_ratio=True)
-    with pytest.raises(ValueError, match=message):
-        XRAGForCausalLM.from_base(folders[0], encoder=folders[1], compression_ratios=[31])
-    with pytest.raises(ValueError, match=r"`input_ids` has the token id 100.*vocabulary of 61"):
-        model.compress(torch.full((1, 3), VOCAB_SIZE - 28))
-    for fields, message in (({"passage_readout": "max"}, "`passage_readout` must be one of .*'mean'.*got 'max'"),):
-        with pytest.raises(ValueError, match=message):
-            XRAGConfig(**fields)

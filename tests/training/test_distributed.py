@@ -160,6 +160,7 @@ def test_two_processes_give_the_weights_of_one(write_recipe, tmp_path):
                 assert entry.get(field) == other.get(field), (name, field)
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_train_module_runs_under_accelerate_launch(write_recipe, tmp_path):
     recipe = write_recipe("compression", objective="compression")
@@ -173,6 +174,7 @@ def test_train_module_runs_under_accelerate_launch(write_recipe, tmp_path):
     assert losses[2] < losses[0] - 0.01
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_fsdp2_gives_the_weights_of_one_process_for_every_kind_of_training_saves_and_resumes(
     base_folder, write_recipe, tmp_path

@@ -134,7 +134,7 @@ def test_an_earlier_run_is_replaced_where_that_is_said_and_as_a_whole(tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("logging_steps", [1, 2, 100])
+@pytest.mark.parametrize("logging_steps", [1, 100])
 def test_a_resumed_run_counts_as_one_that_was_never_stopped(tmp_path, base_folder, logging_steps):
     fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 5, "include_num_input_tokens_seen": True}
     recipe = write_recipe(
@@ -156,14 +156,13 @@ def test_a_resumed_run_counts_as_one_that_was_never_stopped(tmp_path, base_folde
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("missing", ["optimizer", "scheduler"])
-def test_a_checkpoint_without_optimizer_or_scheduler_is_refused(tmp_path, base_folder, missing):
+def test_a_checkpoint_without_its_optimizer_is_refused(tmp_path, base_folder):
     fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     recipe = write_recipe(tmp_path, base=str(base_folder), **fields)
     main([recipe])
     folder = tmp_path / "out" / "checkpoint-2"
-    (folder / f"{missing}.pt").unlink()
+    (folder / "optimizer.pt").unlink()
     with pytest.raises(
-        ValueError, match=f"checkpoint-2 has no state of the {missing} .*save_only_model.*`checkpoint`"
+        ValueError, match=r"checkpoint-2 has no state of the optimizer .*save_only_model.*`checkpoint`"
     ):
         main([recipe, "--resume_from_checkpoint", str(folder)])

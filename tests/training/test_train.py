@@ -154,7 +154,7 @@ def kill_behind_step_20(command: list[str], folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["compression", "distillation", "joint"])
+@pytest.mark.parametrize("objective", ["compression", pytest.param("joint", marks=pytest.mark.release)])
 def test_a_killed_run_goes_on_with_the_same_loss_curve(tmp_path, base_folder, objective):
     fields = {"objective": objective, "base": str(base_folder), "ratio_mode": "random"}
     fields |= {"method_config": {"compression_ratios": [2, 4]}, "max_steps": 40, "gradient_accumulation_steps": 2}

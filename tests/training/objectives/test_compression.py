@@ -87,7 +87,11 @@ def test_loss_is_the_sum_of_every_ratios_own_cross_entropy(make_trainer, dataset
     [
         ("left", {}),
         ("right", {}),
-        ("right", {"torch_compile_backend": "eager", "max_steps": 1, "gradient_checkpointing": True}),
+        pytest.param(
+            "right",
+            {"torch_compile_backend": "eager", "max_steps": 1, "gradient_checkpointing": True},
+            marks=pytest.mark.release,
+        ),
     ],
 )
 def test_stock_sft_trainer_trains_with_the_collator(dataset, tokenizer, compressor, tmp_path, padding_side, settings):
