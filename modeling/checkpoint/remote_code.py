@@ -215,7 +215,7 @@ def _source(modules: dict[Path, _Module], path: Path, name: str) -> Any:
     source = modules[path].imported.get(name)
     if source is None or not isinstance(source[0], Path):
         return source
-    return _source(modules, source[0], source[1])
+    return _source(modules, source[0], source[1] or "")
 
 
 def _reached(modules: dict[Path, _Module], wanted: set[str]) -> set[_Statement]:
