@@ -54,7 +54,7 @@ _BESIDE_ANSWERS = _BESIDE_MEMORIES - {
 }
 
 
-def weights_fingerprint(model: nn.Module, of_answers: bool = False, stored: Mapping[str, Tensor] | None = None) -> str:
+def weights_fingerprint(model: Any, of_answers: bool = False, stored: Mapping[str, Tensor] | None = None) -> str:
     """Sixteen hexadecimal digits from every value of every parameter, the same in float32 and bfloat16.
 
     Not in float16, which rounds float32's values to others before they are bfloat16's.

@@ -329,10 +329,10 @@ class ContextCompressionQAPipeline(Pipeline):
             raise ValueError(f"`join` must be True, False or {LIKELIEST!r}, got {join!r}")
         if full_text and ratio is not None:
             raise ValueError(f"`full_text` compresses nothing: leave out the `ratio`, {ratio!r}")
-        read = {"prompt": prompt, "max_tokens": max_tokens, "join": join, "full_text": full_text}
+        read: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "join": join, "full_text": full_text}
         asked = {"join": join, "ratio": ratio, "allow_untrained_ratio": allow_untrained_ratio}
-        read, asked = ({k: v for k, v in fields.items() if v is not None} for fields in (read, asked))
-        return read, asked | generate_kwargs, {}
+        read = {name: value for name, value in read.items() if value is not None}
+        return read, {name: value for name, value in asked.items() if value is not None} | generate_kwargs, {}
 
     def preprocess(
         self,
@@ -414,10 +414,8 @@ class ContextCompressionQAPipeline(Pipeline):
             )
         else:
             for memory in self._memories(inputs, join, ratio, allow_untrained_ratio):
-                rows, rows_of = range(len(memory)), memory.rows
-                answers += self._answers(
-                    rows, questions, batch_size, lambda rows, _, of=rows_of: of(rows), generate_kwargs
-                )
+                rows, rows_of = range(len(memory)), partial(_rows_of, memory)
+                answers += self._answers(rows, questions, batch_size, rows_of, generate_kwargs)
         if join == LIKELIEST:
             answers = [[max(of_question, key=lambda answer: answer[1]) for of_question in zip(*answers, strict=True)]]
         reads_one = bool(join) or (inputs["reads_one"] and len(answers) == 1)
@@ -510,6 +508,10 @@ class ContextCompressionQAPipeline(Pipeline):
     def _pad_token_id(self) -> int | None:
         pad = self.tokenizer.pad_token_id
         return self.tokenizer.eos_token_id if pad is None else pad
+
+
+def _rows_of(memory: CompressedContext, rows: list[int], text: dict[str, Tensor]) -> CompressedContext:
+    return memory.rows(rows)
 
 
 def _check_documents(texts: Sequence[Any]) -> None:
