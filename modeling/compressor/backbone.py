@@ -169,16 +169,18 @@ class CompressorBackbone(CompressorPreTrainedModel):
         chunks = self.chunks_of(context)
         chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
         encoded: Sequence[Slots]
-        if chunks.input_ids.shape[1]:
-            with at_hand(self):
+        with at_hand(self):
+            if chunks.input_ids.shape[1]:
                 encoded = self.encode_chunks(chunks, chunk_ratios, **beside)
-        else:
-            encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
+            else:
+                encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
+            around: Sequence[Tensor] = ()
+            if config.markers_per_chunk:
+                around = self.marker_embeddings.split([config.slot_markers[side] for side in ("before", "after")])
         memories: list[CompressedContext] = []
         for ratio, chunk_ratio, slots in zip(ratios, chunk_ratios, encoded, strict=True):
             counts = self.kept_slots(chunks, chunk_ratio)
-            if config.markers_per_chunk and isinstance(slots, Tensor) and max(counts):
-                around = self.marker_embeddings.split([config.slot_markers[side] for side in ("before", "after")])
+            if around and isinstance(slots, Tensor) and max(counts):
                 slots, counts = with_markers(slots, counts, *around)
             fields, slot_mask = self.joined_slots(slots, counts, chunks.chunks_per_row)
             memory = CompressedContext(
