@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import tempfile
 import threading
 import types
 import uuid
@@ -897,7 +896,7 @@ _BESIDE_ANSWERS = _BESIDE_MEMORIES - {
 }
 
 
-def weights_fingerprint(model: nn.Module, of_answers: bool = False, stored: Mapping[str, Tensor] | None = None) -> str:
+def weights_fingerprint(model: Any, of_answers: bool = False, stored: Mapping[str, Tensor] | None = None) -> str:
     """Sixteen hexadecimal digits from every value of every parameter, the same in float32 and bfloat16."""
     digest = hashlib.sha256()
     is_reader = not of_answers and model.config.has_frozen_memories
@@ -2385,32 +2384,6 @@ def save_checkpoint(
             model.encoder_tokenizer.save_pretrained(Path(save_directory) / model.config.encoder_tokenizer)
 
 
-def upload_checkpoint(
-    model: Any,
-    repo_id: str,
-    token: str | bool | None,
-    private: bool | None,
-    revision: str | None,
-    saving: dict[str, Any],
-    commit: dict[str, Any],
-) -> str:
-    """Save and upload; arguments and result as `CompressorPreTrainedModel.push_to_hub`."""
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=token)
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    if revision is not None:
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder, **saving)
-        # The library's `push_to_hub` would put an empty template in the place of either card.
-        kept = ["README.md"] if api.file_exists(repo_id, "README.md", revision=revision) else None
-        commit.setdefault("commit_message", f"Upload {type(model).__name__}")
-        return str(
-            api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, ignore_patterns=kept, **commit)
-        )
-
-
 def _written_class(model: nn.Module) -> type:
     """The class that somebody wrote: FSDP gives a model that it shares out one of its own, derived from that."""
     if torch.distributed.is_available():
@@ -3273,10 +3246,10 @@ class ContextCompressionQAPipeline(Pipeline):
             raise ValueError(f"`join` must be True, False or {LIKELIEST!r}, got {join!r}")
         if full_text and ratio is not None:
             raise ValueError(f"`full_text` compresses nothing: leave out the `ratio`, {ratio!r}")
-        read = {"prompt": prompt, "max_tokens": max_tokens, "join": join, "full_text": full_text}
+        read: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "join": join, "full_text": full_text}
         asked = {"join": join, "ratio": ratio, "allow_untrained_ratio": allow_untrained_ratio}
-        read, asked = ({k: v for k, v in fields.items() if v is not None} for fields in (read, asked))
-        return read, asked | generate_kwargs, {}
+        read = {name: value for name, value in read.items() if value is not None}
+        return read, {name: value for name, value in asked.items() if value is not None} | generate_kwargs, {}
 
     def preprocess(
         self,
@@ -3358,10 +3331,8 @@ class ContextCompressionQAPipeline(Pipeline):
             )
         else:
             for memory in self._memories(inputs, join, ratio, allow_untrained_ratio):
-                rows, rows_of = range(len(memory)), memory.rows
-                answers += self._answers(
-                    rows, questions, batch_size, lambda rows, _, of=rows_of: of(rows), generate_kwargs
-                )
+                rows, rows_of = range(len(memory)), partial(_rows_of, memory)
+                answers += self._answers(rows, questions, batch_size, rows_of, generate_kwargs)
         if join == LIKELIEST:
             answers = [[max(of_question, key=lambda answer: answer[1]) for of_question in zip(*answers, strict=True)]]
         reads_one = bool(join) or (inputs["reads_one"] and len(answers) == 1)
@@ -3444,6 +3415,10 @@ class ContextCompressionQAPipeline(Pipeline):
     def _pad_token_id(self) -> int | None:
         pad = self.tokenizer.pad_token_id
         return self.tokenizer.eos_token_id if pad is None else pad
+
+
+def _rows_of(memory: CompressedContext, rows: list[int], text: dict[str, Tensor]) -> CompressedContext:
+    return memory.rows(rows)
 
 
 def _check_documents(texts: Sequence[Any]) -> None:
@@ -4090,22 +4065,6 @@ class CompressorPreTrainedModel(PreTrainedModel):
         save = super().save_pretrained
         save_checkpoint(self, save, save_directory, state_dict, save_dtype, include_base, kwargs)
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        token: str | bool | None = None,
-        private: bool | None = None,
-        revision: str | None = None,
-        max_shard_size: int | str = "50GB",
-        save_dtype: torch.dtype | str | None = None,
-        include_base: bool | None = None,
-        **commit: Any,
-    ) -> str:
-        """Upload what `save_pretrained` writes; a card that the repository already has is left as it is."""
-        saving = {"max_shard_size": max_shard_size, "save_dtype": save_dtype, "include_base": include_base}
-        return upload_checkpoint(self, repo_id, token, private, revision, saving, commit)
-
     @classmethod
     def auto_map(cls) -> dict[str, str]:
         """The `auto_map` of checkpoints of this class."""
@@ -4222,16 +4181,18 @@ class CompressorBackbone(CompressorPreTrainedModel):
         chunks = self.chunks_of(context)
         chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
         encoded: Sequence[Slots]
-        if chunks.input_ids.shape[1]:
-            with at_hand(self):
+        with at_hand(self):
+            if chunks.input_ids.shape[1]:
                 encoded = self.encode_chunks(chunks, chunk_ratios, **beside)
-        else:
-            encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
+            else:
+                encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
+            around: Sequence[Tensor] = ()
+            if config.markers_per_chunk:
+                around = self.marker_embeddings.split([config.slot_markers[side] for side in ("before", "after")])
         memories: list[CompressedContext] = []
         for ratio, chunk_ratio, slots in zip(ratios, chunk_ratios, encoded, strict=True):
             counts = self.kept_slots(chunks, chunk_ratio)
-            if config.markers_per_chunk and isinstance(slots, Tensor) and max(counts):
-                around = self.marker_embeddings.split([config.slot_markers[side] for side in ("before", "after")])
+            if around and isinstance(slots, Tensor) and max(counts):
                 slots, counts = with_markers(slots, counts, *around)
             fields, slot_mask = self.joined_slots(slots, counts, chunks.chunks_per_row)
             memory = CompressedContext(
@@ -4350,11 +4311,10 @@ def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> lis
 class CompressorHead(CompressorPreTrainedModel):
     """A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
 
-    model_class: type[CompressorBackbone]
+    model_class: type[CompressorBackbone] = CompressorBackbone
 
     def __init_subclass__(cls, **kwargs: Any):
-        if hasattr(cls, "model_class"):
-            cls.config_class = cls.model_class.config_class
+        cls.config_class = cls.model_class.config_class
         super().__init_subclass__(**kwargs)
 
     def __init__(self, config: Any):

@@ -317,11 +317,10 @@ def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> lis
 class CompressorHead(CompressorPreTrainedModel):
     """A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
 
-    model_class: type[CompressorBackbone]
+    model_class: type[CompressorBackbone] = CompressorBackbone
 
     def __init_subclass__(cls, **kwargs: Any):
-        if hasattr(cls, "model_class"):
-            cls.config_class = cls.model_class.config_class
+        cls.config_class = cls.model_class.config_class
         super().__init_subclass__(**kwargs)
 
     def __init__(self, config: Any):
