@@ -294,6 +294,7 @@ def hub(monkeypatch):
     return hub
 
 
+@pytest.mark.slow
 def test_pushing_uploads_what_saving_writes(form_case, tmp_path, hub):
     model = form_case.model
     model.save_pretrained(tmp_path / "saved")

@@ -202,6 +202,7 @@ def test_a_bias_for_each_row_is_masked_where_it_stands_with_the_same_gradients(c
 # --- plain T5 ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("projection", "tied"), [("gated-gelu", False), ("relu", True)], ids=["v1.1", "v1.0"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_without_compression_it_is_the_t5_it_was_made_from(

@@ -161,6 +161,7 @@ def two_models(tiny_base_config, tmp_path):
     return make
 
 
+@pytest.mark.slow
 @both
 @torch.no_grad()
 def test_encoder_and_decoder_of_two_families(method, method_cases, two_models, tmp_path):

@@ -362,6 +362,7 @@ def test_a_memory_made_with_a_question_answers_no_other_one(tmp_path, random_row
         model.compress(ids[:1], **asked)
 
 
+@pytest.mark.slow
 def test_the_pipeline_compresses_what_opens_the_chat_and_asks_what_follows(tiny_tokenizer):
     tiny_tokenizer.chat_template = TEMPLATE
     for placement in ("decoder", "encoder"):

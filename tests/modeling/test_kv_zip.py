@@ -183,6 +183,7 @@ def read_padded(module, query, key, value, attention_mask, scaling, pairs=None, 
     return (weights @ value).transpose(1, 2), weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kv_zip", "ranked_key_values"])
 def test_heads_are_read_as_if_all_were_padded_to_the_fullest(name, method_cases, random_rows, pad_rows, monkeypatch):
     """Values and gradients; prompts of one and many tokens, batches padded on either side, chats, chunks, caches."""

@@ -134,6 +134,7 @@ def test_a_missing_base_is_named_with_the_way_out(method_cases, inputs, tmp_path
     assert loaded(**inputs).logits.equal(model(**inputs).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("field", "value"), [("vocab_size", 130), ("num_hidden_layers", 1)])
 def test_a_base_of_another_shape_is_refused_by_name(method_cases, tmp_path, local_hub, start_light, field, value):
     case = method_cases["mean_pooling"]
@@ -144,6 +145,7 @@ def test_a_base_of_another_shape_is_refused_by_name(method_cases, tmp_path, loca
         AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model="me/other")
 
 
+@pytest.mark.slow
 def test_a_base_with_other_weights_is_refused_by_name(form_case, tmp_path, local_hub, start_light):
     model = start_light(form_case, local_hub)
     model.save_pretrained(tmp_path / "light")
@@ -152,6 +154,7 @@ def test_a_base_with_other_weights_is_refused_by_name(form_case, tmp_path, local
         AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model="me/other")
 
 
+@pytest.mark.slow
 def test_an_encoder_of_another_base_is_fetched_and_checked(method_cases, inputs, tmp_path, local_hub, start_light):
     case = method_cases["mean_pooling"].on(variant="wide_encoder")
     model = start_light(case, local_hub)

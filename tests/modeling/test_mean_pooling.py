@@ -21,6 +21,7 @@ def windows(states, ratio):
     return torch.stack([window.mean(dim=0) for window in states[0].split(ratio)])[None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_class", [MeanPoolingForCausalLM, MeanPoolingModel])
 @torch.no_grad()
 def test_slots_start_as_the_mean_of_the_bases_bidirectional_states(pretrained_base, model_class):

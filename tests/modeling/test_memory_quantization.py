@@ -135,6 +135,7 @@ def test_joining_rounds_nothing_a_second_time():
     assert CompressedContext.concatenate(halves).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_models_read_it_as_what_it_stands_for(form_case, random_rows):
     model, length = form_case.model, {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from context_compressors.modeling.checkpoint.fingerprints import checksum, weights_fingerprint
 
 
+@pytest.mark.slow
 @given(st.integers(1, 200), st.integers(0, 2**32), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_a_checksum_tells_any_changed_value(length, seed, dtype):
     generator = torch.Generator().manual_seed(seed)
@@ -24,6 +25,7 @@ def test_a_checksum_tells_any_changed_value(length, seed, dtype):
     assert checksum(tensor[1:]) == checksum(tensor[1:].clone())
 
 
+@pytest.mark.slow
 def test_a_fingerprint_does_not_depend_on_the_type_but_on_every_weight(method_cases):
     model = method_cases["mean_pooling"].build()
     expected = weights_fingerprint(model)

@@ -87,6 +87,7 @@ def test_a_rounded_base_is_used_with_one_warning_that_names_the_error(light, loc
     )
 
 
+@pytest.mark.slow
 def test_another_base_of_the_same_shape_is_refused(light, local_hub, warnings):
     local_hub("me/other", base_model(local_hub).config, seed=3)
     with pytest.raises(ValueError, match=r"me/other is not the base model \(me/base.*other weights"):
@@ -130,6 +131,7 @@ def test_one_changed_weight_is_not_taken_for_a_cast(light, local_hub, tmp_path):
             AutoModelForCausalLM.from_pretrained(light, base_model=tmp_path / "other")
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["norm", "k_proj"])
 def test_a_base_with_one_kind_of_weights_of_another_model_is_refused(light, local_hub, tmp_path, kind):

@@ -50,6 +50,7 @@ def test_a_coarser_memory_is_what_compressing_again_gives(nested_models, random_
     assert_same(by_row.at_ratio(3), compressed(model, *pad_rows(rows), ratio=3))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_joined_memories_are_coarser_part_by_part(nested_models, random_rows, pad_rows):
     parts = [pad_rows(random_rows(lengths)) for lengths in ([33, 9, 0], [5, 0, 12], [0, 50, 21])]

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["disk", "cpu"])
 def test_an_offloaded_model_compresses_reads_and_answers_as_a_plain_one(form_case, inputs, slots, tmp_path, place):
     model = form_case.build()

@@ -95,6 +95,7 @@ def test_unloading_a_new_adapter_gives_the_compressor_back(form_case, inputs):
     assert wrapped.unload()(**inputs).logits.equal(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.only(lambda case: case.method.name in ("mean_pooling", "activation_beacon"))
 @pytest.mark.parametrize("include_base", [True, False], ids=["whole", "light"])
 def test_a_folder_with_the_new_adapter_alone_loads_with_its_compressor(

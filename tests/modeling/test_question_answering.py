@@ -115,6 +115,7 @@ def test_an_encoder_decoder_is_asked_the_same_way(encoder_decoder, tiny_tokenize
         pipe.compress(DOCUMENTS[:1]).to_prompt_embeds(tiny_tokenizer, "Who?", encoder_decoder)
 
 
+@pytest.mark.slow
 def test_documents_are_compressed_with_their_question_where_the_checkpoint_does_so(tiny_tokenizer):
     model = build_encoder_decoder(question_placement="encoder")
     pipe = model.question_answering(tiny_tokenizer, **LENGTH)
@@ -190,6 +191,7 @@ def test_a_document_longer_than_was_measured_is_warned_of(pipe, monkeypatch):
     assert warned[0].startswith("a document has 3 chunks of 20 tokens, and this checkpoint was measured on 2 at most")
 
 
+@pytest.mark.slow
 def test_the_likeliest_answer_is_that_of_the_highest_mean_log_likelihood(pipe):
     model, tokenizer = pipe.model, pipe._question_tokenizer
     memories = [pipe.compress(document) for document in DOCUMENTS]
@@ -211,6 +213,7 @@ def test_the_likeliest_answer_is_that_of_the_highest_mean_log_likelihood(pipe):
     assert pipe(QUESTIONS[0], context=DOCUMENTS, join="likeliest", num_beams=2)["answer"]
 
 
+@pytest.mark.slow
 def test_the_full_text_is_read_by_the_decoder_without_a_memory(pipe):
     model, tokenizer = pipe.model, pipe.tokenizer
 

@@ -291,6 +291,7 @@ def test_a_cache_that_is_emptied_has_forgotten_its_memory(ranked, attention):
     assert model.generate(text, cache=cache, **settings).equal(expected)
 
 
+@pytest.mark.slow
 def test_what_trains_on_smollm2_is_counted():
     base = LlamaConfig(**SMOLLM2, num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True)
     with torch.device("meta"):

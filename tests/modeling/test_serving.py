@@ -60,6 +60,7 @@ def test_the_plain_decoder_writes_what_the_compressor_writes(place_case, tiny_to
     assert served_tokens(decoder, embeds).equal(new_tokens(model, memory, ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["icae", "comprexit", "gmsa"])
 def test_a_frozen_decoder_is_the_base_as_it_was(name, method_cases, tiny_base_config, tiny_tokenizer, tmp_path):
     torch.manual_seed(0)

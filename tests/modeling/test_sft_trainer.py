@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from context_compressors.modeling.checkpoint.base_weights import base_name
-from context_compressors.modeling.compressor import backbone as compressing
+from context_compressors.modeling.compressor import modeling_compressor as compressing
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 
 PAD, BOS = 0, 1

@@ -113,6 +113,7 @@ def test_method_parts_and_adapters_train_each_with_a_gradient_and_nothing_of_the
     assert all(gradient.isfinite().all() for gradient in found.values())
 
 
+@pytest.mark.costly
 def test_compress_follows_gradients_in_training_mode_only(method_case, batch, slots):
     model = method_case.build()
     ids, mask = batch["context_input_ids"], batch["context_attention_mask"]

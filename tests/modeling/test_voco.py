@@ -37,6 +37,7 @@ def loss_and_gradients(model, text, mask, **context):
     return outputs.logits * mask[:, :, None], torch.autograd.grad(outputs.loss, parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "base",
     [

@@ -110,6 +110,7 @@ def test_the_masked_pass_is_compressing_and_then_reading_and_reaches_the_project
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_padded_rows_are_read_as_alone_and_several_questions_follow_one_image(base):
     kind, *_ = base
