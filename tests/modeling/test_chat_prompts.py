@@ -5,9 +5,8 @@ import json
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from context_compressors import CompressedContext, ContextCompressionQAPipeline, MeanPoolingForCausalLM
+from context_compressors import CompressedContext, ContextCompressionQAPipeline
 from context_compressors.modeling.parts.chat_template import opening_ids, prompt_ids
 from context_compressors.modeling.parts.prompting import full_context_ids, message_ids, question_ids
 from context_compressors.modeling.parts.text_ids import encode, text_tokenizer
@@ -227,25 +226,3 @@ def test_a_tokenizer_without_a_fitting_template_is_refused(tiny_tokenizer):
     tiny_tokenizer.chat_template = "{{ messages | length }}"
     with pytest.raises(ValueError, match="leaves out what the user says"):
         prompt_ids(tiny_tokenizer, ["Who?"], "chat")
-
-
-@pytest.mark.slow
-def test_on_the_real_base_the_documents_words_as_slots_give_its_own_logits(smollm2_base):
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_base)
-    model = MeanPoolingForCausalLM.from_base(
-        smollm2_base,
-        compression_ratios=[2],
-        decoder_lora=None,
-        prompt_format="chat",
-        slots_after_ids=opening_ids(tokenizer),
-        dtype=torch.float32,
-    )
-    words = encode(tokenizer, DOCUMENT)
-    for messages in CONVERSATIONS:
-        # As one text: what stands around the document is the template's own, also where words meet it.
-        wanted = plain_logits(model, templated(tokenizer, messages))
-        ids = message_ids(model.config, tokenizer, messages)
-        with torch.no_grad():
-            found = model(torch.tensor([ids]), memory=memory_of_words(model, [words])).logits[0]
-        behind = len(prompt_ids(tokenizer, ["Who?"], "chat").turns[0])
-        torch.testing.assert_close(found[-behind:], wanted[-behind:], atol=1e-3, rtol=0)

@@ -136,39 +136,6 @@ def test_a_short_last_chunk_spreads_over_its_own_span():
         assert decoder_position_ids(lengths, counts, 1, layout, "embeddings", task)[1].tolist() == [first_text_id]
 
 
-@pytest.mark.slow
-@given(
-    st.integers(0, 500),
-    st.integers(1, 120),
-    st.integers(1, 130),
-    st.integers(0, 20),
-    st.sampled_from(["default", "uniform", "enhanced"]),
-    st.sampled_from(["embeddings", "key_values"]),
-    st.sampled_from(["reconstruction", "continuation"]),
-)
-def test_decoder_ids_of_any_chunking(num_tokens, chunk_size, ratio, num_text_tokens, layout, carrier, task):
-    lengths, counts = split_into_chunks(num_tokens, chunk_size, ratio)
-    memory_ids, text_ids = decoder_position_ids(lengths, counts, num_text_tokens, layout, carrier, task)
-    assert memory_ids.shape == (sum(counts),)
-    first_text_id = sum(counts)
-    if layout == "enhanced":
-        first_text_id = 0 if task == "reconstruction" else num_tokens
-    assert text_ids.tolist() == list(range(first_text_id, first_text_id + num_text_tokens))
-    encoded, start = [], 0
-    for length, count in zip(lengths, counts, strict=True):
-        context_ids, chunk_memory_ids = encoder_position_ids(length, count, layout, start)
-        first = 0 if layout == "default" else start + 1
-        assert context_ids.tolist() == list(range(first, first + length))
-        encoded += chunk_memory_ids.tolist()
-        start += length
-    is_running = carrier == "embeddings" and layout != "enhanced"
-    assert memory_ids.tolist() == (list(range(sum(counts))) if is_running else encoded)
-    if layout == "enhanced" and num_tokens:
-        # Consistent with the context: ascending, and no continuation token in front of what it continues.
-        assert (memory_ids[1:] > memory_ids[:-1]).all()
-        assert memory_ids.max() <= num_tokens
-
-
 @pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
 def test_no_context_gives_no_ids(layout):
     context_ids, memory_ids = encoder_position_ids(0, 0, layout)

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline "context-compression-qa": the same answers as `compress` and `generate`, however they are asked for."""
 
-import copy
-import json
-import os
-import subprocess
 from itertools import chain
 
 import pytest
 import torch
-from tiny_models import ON_EVERY_BASE
 from transformers import GenerationConfig, pipeline
 
 from context_compressors import (
@@ -304,69 +299,3 @@ def test_transformers_makes_the_pipeline_of_a_loaded_model(pipe):
     again = pipeline("context-compression-qa", model=pipe.model, tokenizer=pipe.tokenizer, device="cpu", **LENGTH)
     assert type(again) is ContextCompressionQAPipeline
     assert again(QUESTIONS, context=DOCUMENTS) == pipe(QUESTIONS, context=DOCUMENTS)
-
-
-SCRIPT = """
-import json, sys
-from transformers import GenerationConfig, pipeline
-
-try:
-    import context_compressors
-    sys.exit("this package can be imported: the environment is not clean")
-except ImportError:
-    pass
-job = json.load(open(sys.argv[1]))
-for source, target, result in job["folders"]:
-    pipe = pipeline("context-compression-qa", model=source, trust_remote_code=True, device="cpu", **job["length"])
-    for thing in (pipe, pipe.model):
-        assert type(thing).__module__.startswith("transformers_modules."), type(thing)
-    pipe.compress(job["documents"]).rows(0).save(result + ".memory")
-    answers = [
-        pipe(job["questions"], context=job["documents"]),
-        pipe(job["questions"], context=job["documents"], join=True),
-        pipe(job["questions"], memory=result + ".memory"),
-    ]
-    json.dump(answers, open(result, "w"))
-    pipe.save_pretrained(target)
-"""
-
-
-@pytest.mark.release
-@pytest.mark.slow
-def test_a_folder_is_asked_without_this_package_saved_and_asked_again(
-    method_cases, encoder_decoder, tiny_tokenizer, clean_python, tmp_path
-):
-    """One of each memory form in a process of their own, and what that process saves in another."""
-    models = {name: method_cases[name].build() for name in ON_EVERY_BASE} | {"decal": encoder_decoder}
-    expected = {}
-    for name, model in models.items():
-        model.config.prompts = {"question_answering": "Q {question} A"}
-        tokenizer = copy.deepcopy(tiny_tokenizer)
-        add_task_tokens(tokenizer, tuple(model.config.task_token_ids))
-        pipe = model.question_answering(tokenizer, **LENGTH)
-        pipe.save_pretrained(tmp_path / "0" / name)
-        whole = pipe(QUESTIONS, context=DOCUMENTS)
-        expected[name] = [whole, pipe(QUESTIONS, context=DOCUMENTS, join=True), whole[0]]
-    for number in range(2):
-        folders = [
-            [
-                str(tmp_path / str(number) / name),
-                str(tmp_path / str(number + 1) / name),
-                str(tmp_path / f"{name}.json"),
-            ]
-            for name in models
-        ]
-        job = {"folders": folders, "documents": DOCUMENTS, "questions": QUESTIONS, "length": LENGTH}
-        (tmp_path / "job.json").write_text(json.dumps(job))
-        environment = {
-            "HF_HOME": str(tmp_path / f"home-{number}"),
-            "HF_HUB_OFFLINE": "1",
-            "PATH": os.environ.get("PATH", ""),
-            # Another number of threads adds in another order.
-            "OMP_NUM_THREADS": str(torch.get_num_threads()),
-        }
-        command = [clean_python, "-I", "-c", SCRIPT, tmp_path / "job.json"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        for name in models:
-            assert json.loads((tmp_path / f"{name}.json").read_text()) == expected[name], name

@@ -13,19 +13,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from context_compressors import CompressedContext, DeCALForConditionalGeneration, DeCALForRetrieval
-from context_compressors.configuration.configuration_compressor import CompressorConfig
-from context_compressors.modeling.compressor.causal_lm import CompressorForCausalLM
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-
-
-def test_types_are_the_same_from_a_configuration_as_from_a_checkpoint(form_case, tmp_path):
-    config = form_case.config()
-    started = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    started.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    expected = {name: parameter.dtype for name, parameter in loaded.named_parameters()}
-    assert {name: parameter.dtype for name, parameter in started.named_parameters()} == expected
 
 
 @pytest.fixture
@@ -322,9 +311,3 @@ def test_merging_keeps_what_else_trains(method_cases, head):
     model.merge_adapters()
     assert trainable(model) == ({"lm_head.weight"} if head else set())
     assert model.config.trainable_parameters == (["lm_head"] if head else [])
-
-
-def test_the_base_class_needs_a_method(tiny_base_config):
-    model = CompressorForCausalLM(CompressorConfig(decoder_config=tiny_base_config()))
-    with pytest.raises(NotImplementedError, match="does not define `encode`"):
-        model.compress(torch.tensor([[5, 6]]))
