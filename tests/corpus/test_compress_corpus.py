@@ -247,7 +247,7 @@ def test_what_is_left_out_is_counted_and_another_text_under_an_id_of_the_store_i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.release)])
 def test_a_store_of_another_model_is_not_gone_on_with(model, tmp_path, num_workers):
     other = shutil.copytree(model, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())

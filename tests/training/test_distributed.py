@@ -143,9 +143,15 @@ def assert_adapters_moved(folder: Path) -> None:
         assert max(moved) > 1e-3, f"{folder.name}: {adapter}"
 
 
+EACH_OBJECTIVE = ["compression_all", "distillation_all", "joint", "retrieval"]
+
+
 @pytest.mark.slow
-def test_two_processes_give_the_weights_of_one(write_recipe, tmp_path):
-    recipes = {name: write_recipe(name, **fields) for name, fields in RUNS.items()}
+@pytest.mark.parametrize(
+    "names", [EACH_OBJECTIVE, pytest.param(sorted(RUNS.keys() - EACH_OBJECTIVE), marks=pytest.mark.release)], ids=len
+)
+def test_two_processes_give_the_weights_of_one(names, write_recipe, tmp_path):
+    recipes = {name: write_recipe(name, **RUNS[name]) for name in names}
     runs = [[recipe, "--output_dir", str(tmp_path / "two" / name)] for name, recipe in recipes.items()]
     run_worker("ddp", "two_cpu_processes", runs, tmp_path)
     for name, recipe in recipes.items():
