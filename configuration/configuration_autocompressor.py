@@ -52,6 +52,7 @@ class AutoCompressorConfig(MemoryTokensConfig):
     """
 
     model_type = "autocompressor_compressor"
+    objectives = (*MemoryTokensConfig.objectives, "segments")
     card_fields = {
         **MemoryTokensConfig.card_fields,
         "accumulate_summaries": "Summaries of all segments are kept",

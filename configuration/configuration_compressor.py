@@ -118,6 +118,8 @@ class CompressorConfig(PreTrainedConfig):
 
     model_type = "context_compressor"
     sub_configs = {"decoder_config": AutoConfig, "encoder_config": AutoConfig}
+    # Training objectives of the method.
+    objectives: tuple[str, ...] = ("compression", "distillation", "joint")
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
     # What a memory holds: "embeddings", or "key_values" of every layer.
     carrier = "embeddings"

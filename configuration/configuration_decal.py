@@ -60,6 +60,7 @@ class DeCALConfig(CompressorConfig):
     """
 
     model_type = "decal_compressor"
+    objectives = ("denoising", "compression")
     card_fields = {
         **CompressorConfig.card_fields,
         "compression": "Slots are made by",

@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from .nearest_names import check_choice
+from .nearest_names import as_spelled_now, check_choice
 
 # What a checkpoint is asked to do.
-PROMPTED_TASKS = ("question_answering", "summarisation", "continuation", "reconstruction")
+PROMPTED_TASKS = ("question_answering", "summarization", "continuation", "reconstruction")
 _LORA_DEFAULTS = {"rank": 16, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear"}
 
 
@@ -93,11 +93,14 @@ def lora_settings(field: str, value: Any) -> dict[str, Any] | None:
 
 def prompt_map(value: dict[str, str] | None) -> dict[str, str] | None:
     """Return prompts by task; that of questions holds `{question}` once, and no other does."""
-    for task, prompt in (value or {}).items():
+    if value is None:
+        return None
+    value = {as_spelled_now(task): prompt for task, prompt in value.items()}
+    for task, prompt in value.items():
         check_choice("task of `prompts`:", task, PROMPTED_TASKS)
         if prompt.count("{question}") != (task == "question_answering"):
             raise ValueError(
                 f"`prompts` must hold {{question}} once in 'question_answering' and nowhere else, got {task!r}: "
                 f"{prompt!r}"
             )
-    return value if value is None else dict(value)
+    return value

@@ -51,8 +51,7 @@ _MODULE_OF = {
     "layer_flops": "configuration.layer_shape",
     "compression_flops": "evaluation.flops",
     "generation_flops": "evaluation.flops",
-    "model_card": "hub_cards.cards",
-    "write_card": "hub_cards.write_card",
+    "write_card": "hub_cards.cards",
 }
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]
@@ -89,8 +88,7 @@ if TYPE_CHECKING:
     from .evaluation.report import EvaluationReport as EvaluationReport
     from .evaluation.samples import EvaluationDataset as EvaluationDataset
     from .evaluation.settings import EvaluationSettings as EvaluationSettings
-    from .hub_cards.cards import model_card as model_card
-    from .hub_cards.write_card import write_card as write_card
+    from .hub_cards.cards import write_card as write_card
     from .modeling import from_base as from_base
     from .modeling.checkpoint.pretrained_bases import pretrained_base as pretrained_base
     from .modeling.compressor.causal_lm import CompressorForCausalLM as CompressorForCausalLM

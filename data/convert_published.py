@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files in our columns of data sets as they are published, on the Hub or in files of theirs."""
+"""Parquet files in our columns from data sets as they are published, on the Hub or in their authors' files."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,47 +17,27 @@ import pyarrow
 import pyarrow.parquet
 
 from ..configuration.nearest_names import check_choice
-from . import published_rows
 from .columns import complete_rows, has_column, is_list, with_our_columns
-from .files import file_type, read_records, record_tables
-from .published_sets import PUBLISHED_SETS, RETRIEVAL, TASK_COLUMNS, PublishedSet
-from .retrieval_sources import BEIR_COLUMNS, RetrievalTable, as_grade
+from .files import matching_paths, read_records, record_tables
+from .published_sets import PUBLISHED_SETS, TASK_COLUMNS, PublishedSet
 from .rows import in_known_columns, with_answer_lists
-from .sources import COLUMNS, DataSource
+from .sources import DataSource
+
+Record = Mapping[str, Any]
 
 _BATCH_ROWS = 256
-# QuALITY's lines of JSON have the split as their suffix.
-_FILE_TYPES = (".json", ".jsonl", ".txt", ".csv", ".tsv", ".parquet", ".train", ".dev", ".test")
-# How files and folders call the splits.
-_SPLIT_WORDS = {"validation": {"validation", "valid", "val", "dev"}, "dev": {"dev", "validation", "valid", "val"}}
-_ALL_SPLIT_WORDS = {"train", "test", *_SPLIT_WORDS["validation"]}
+# GMSA, Appendix E: 20 documents for each question of NaturalQuestions, one of which has the answer.
+_NQ_DOCUMENTS = 20
+_LONG_ALPACA = re.compile(
+    r"^(?:Below|There).*?\n(?:\s*The (?:first )?paper begins\.)?(.*)"
+    r"Now the (?:second )?(?:paper|material|review guideline) ends\.(.*)$",
+    re.DOTALL,
+)
 _TEXT = pyarrow.string()
 # Of columns that are no texts.
 _KINDS: Mapping[str, pyarrow.DataType] = {
     **dict.fromkeys(("answers", "all_classes"), pyarrow.list_(_TEXT)),
     **dict.fromkeys(("max_new_tokens", "length"), pyarrow.int64()),
-}
-# Table of a collection -> its columns, the file that it becomes, its files in the folders of BEIR and MS MARCO, and
-# the columns of MS MARCO's, which have no line of names and TREC's relevance.
-_RETRIEVAL_TABLES: Mapping[str, tuple[dict[str, pyarrow.DataType], str, tuple[str, ...], tuple[str, ...]]] = {
-    "corpus": (
-        {"id": _TEXT, "title": _TEXT, "text": _TEXT},
-        "corpus.parquet",
-        ("corpus.jsonl*", "collection.tsv*"),
-        ("_id", "text"),
-    ),
-    "queries": (
-        {"id": _TEXT, "query": _TEXT},
-        "queries.parquet",
-        ("queries.jsonl*", "queries.{split}*.tsv*"),
-        ("_id", "text"),
-    ),
-    "qrels": (
-        {"query_id": _TEXT, "doc_id": _TEXT, "score": pyarrow.int64()},
-        "qrels/{split}.parquet",
-        ("qrels/{split}.tsv*", "qrels.{split}*.tsv*"),
-        ("query-id", "iteration", "corpus-id", "score"),
-    ),
 }
 
 
@@ -65,23 +46,19 @@ class Conversion:
     """What a conversion wrote.
 
     Args:
-        path: the file, or of a retrieval collection the folder.
-        rows: rows written, by file.
-        skipped: rows left out, by reason.
+        path: the file.
+        rows: rows written.
+        skipped: rows left out, by the column that they lack.
     """
 
     path: Path
-    rows: dict[str, int] = field(default_factory=dict)
+    rows: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        written = ", ".join(f"{count:,} row{'s' * (count != 1)} to {path}" for path, count in self.rows.items())
-        return f"wrote {written}" + (f"; left out {self.reasons}" if self.reasons else "")
-
-    @property
-    def reasons(self) -> str:
-        """Return the number of rows that were left out, by reason."""
-        return ", ".join(f"{count:,} without {name}" for name, count in self.skipped.items() if count)
+        reasons = ", ".join(f"{count:,} without {name}" for name, count in self.skipped.items())
+        written = f"wrote {self.rows:,} row{'s' * (self.rows != 1)} to {self.path}"
+        return written + (f"; left out {reasons}" if reasons else "")
 
 
 def convert(
@@ -90,7 +67,6 @@ def convert(
     *,
     split: str = "train",
     source: str | None = None,
-    where: Mapping[str, Any] | None = None,
     supporting_passages: bool = False,
     separate_passages: bool = False,
     overwrite: bool = False,
@@ -99,19 +75,17 @@ def convert(
     """Write a published data set as Parquet in our columns.
 
     Files of questions have `id`, `context`, `question` and `answers` (a list), those of summaries `id`, `context` and
-    `summary`. A retrieval collection becomes a folder with `corpus.parquet` (`id`, `title`, `text`),
-    `queries.parquet` (`id`, `query`) and `qrels/SPLIT.parquet` (`query_id`, `doc_id`, `score`). The files' metadata
-    names title, licence, origin and what was left out. A file stands whole or not at all.
+    `summary`. The file's metadata names title, license, origin and what was left out. A file stands whole or not at
+    all.
 
     Args:
-        name: of the register, `PUBLISHED_SETS`.
-        output: the Parquet file, or of a retrieval collection the folder.
+        name: a name of `PUBLISHED_SETS`.
+        output: the Parquet file.
         split: "train", "validation" or "test", or as the data set calls it.
-        source: a file, a pattern or a folder with what was published; `None` reads the Hub, as a stream.
-        where: only rows with one of these values, as in a [`DataSource`].
-        supporting_passages: of HotpotQA, 2WikiMultihopQA and NaturalQuestions, without the distractors.
-        separate_passages: of the same, write contexts as lists of passages, which are compressed apart.
-        overwrite: replace files that are there.
+        source: a file or pattern with what was published; `None` reads the Hub, as a stream.
+        supporting_passages: of multi-hop questions, without the distractors.
+        separate_passages: of the same, write contexts as lists of passages, which are compressed independently.
+        overwrite: replace a file that is there.
         on_rows: called with the number of rows that have just been read.
 
     Raises:
@@ -120,42 +94,32 @@ def convert(
         OSError: the Hub cannot be reached, or does not have it.
     """
     check_choice("data set", name, PUBLISHED_SETS)
-    entry = PUBLISHED_SETS[name]
+    entry, done = PUBLISHED_SETS[name], Conversion(Path(output))
     if source is None and entry.hub is None:
-        raise ValueError(
-            f"{entry.title} is not on the Hub in a form that can be read: get it from {entry.home}, and "
-            "name the file or folder as source (--source)"
-        )
+        raise ValueError(f"{entry.title} is not on the Hub: get it from {entry.home}, and name its file (--source)")
     check_choice(f"split of {entry.title}:", split, entry.splits)
-    done = Conversion(Path(output))
-    if entry.task == RETRIEVAL:
-        if where is not None:
-            raise ValueError(f"{entry.title} is a retrieval collection, which where would tear apart")
-        _convert_collection(entry, done, split, source, overwrite, on_rows)
-        return done
-    if done.path.suffix != ".parquet":
-        raise ValueError(f"the output must be a .parquet file, got {done.path}")
-    rows = DataSource(
-        name=entry.place, where=where, supporting_passages=supporting_passages, separate_passages=separate_passages
-    )
+    if done.path.suffix != ".parquet" or (done.path.exists() and not overwrite):
+        raise ValueError(f"the output must be a new .parquet file, or --overwrite one, got {done.path}")
+    rows = DataSource(name=entry.place, supporting_passages=supporting_passages, separate_passages=separate_passages)
     kinds = {**_KINDS, **({"context": _KINDS["answers"]} if separate_passages else {})}
     schema = pyarrow.schema([(name, kinds.get(name, _TEXT)) for name in (*entry.keeps, *TASK_COLUMNS[entry.task])])
-    # A record may lack these: then they are null, and not of another form.
-    optional = {name for name in where or () if "." not in name and name not in COLUMNS}
-    with _parquet(done, done.path, schema, _origin(entry, split, source), overwrite) as write:
-        for batch in record_tables(_rows(entry, split, source, on_rows), _BATCH_ROWS, source or entry.place):
-            form = {name for name in entry.columns.values() if "." not in name}
-            names = [*optional, *(form if form & set(batch.column_names) else ())]
-            for column in names:
-                if column not in batch.column_names:
-                    batch = batch.append_column(column, pyarrow.nulls(batch.num_rows))
-            write(_cast(_complete(_ours(batch, entry, rows), entry, rows, done.skipped), schema))
+    origin = {"title": entry.title, "license": entry.license, "split": split}
+    origin["source"] = entry.place if source is None else f"files of {entry.hub or entry.home}"
+    done.path.parent.mkdir(parents=True, exist_ok=True)
+    draft = done.path.with_name(f"{done.path.name}.{os.getpid()}.part")
+    try:
+        with pyarrow.parquet.ParquetWriter(draft, schema.with_metadata(origin), compression="zstd") as writer:
+            for batch in record_tables(_rows(entry, split, source, on_rows), _BATCH_ROWS, source or entry.place):
+                table = _complete(_ours(batch, entry, rows), entry, rows, done.skipped)
+                writer.write_table(_cast(table, schema))
+                done.rows += table.num_rows
+            if not done.rows:
+                raise ValueError(f"there is no row to write: {done}")
+            writer.add_key_value_metadata({"skipped": json.dumps(done.skipped)})
+        draft.replace(done.path)
+    finally:
+        draft.unlink(missing_ok=True)
     return done
-
-
-def _origin(entry: PublishedSet, split: str, source: str | None) -> dict[str, str]:
-    origin = entry.place if source is None else f"files of {entry.hub or entry.home}"
-    return {"title": entry.title, "licence": entry.licence, "source": origin, "split": split}
 
 
 def _ours(table: pyarrow.Table, entry: PublishedSet, source: DataSource) -> pyarrow.Table:
@@ -177,11 +141,11 @@ def _ours(table: pyarrow.Table, entry: PublishedSet, source: DataSource) -> pyar
 
 def _complete(table: pyarrow.Table, entry: PublishedSet, source: DataSource, skipped: Counter[str]) -> pyarrow.Table:
     """The rows that lack nothing; the others are counted by what they lack first."""
-    for name in TASK_COLUMNS[entry.task]:
-        if name != "id" and table.num_rows:
-            kept = complete_rows(table, [name])
+    for name in TASK_COLUMNS[entry.task][1:]:
+        kept = complete_rows(table, [name])
+        if kept.num_rows < table.num_rows:
             skipped[name] += table.num_rows - kept.num_rows
-            table = kept
+        table = kept
     return with_answer_lists(table, source) if "answers" in table.column_names and table.num_rows else table
 
 
@@ -199,19 +163,21 @@ def _rows(
     entry: PublishedSet, split: str, source: str | None, on_rows: Callable[[int], Any]
 ) -> Iterator[Mapping[str, Any]]:
     """Yield the published data as one record for each of our rows."""
+    files: list[tuple[Iterable[Mapping[str, Any]], Path | None]] = []
     if source is None:
-        files: list[tuple[Iterable[Mapping[str, Any]], Path | None, str | None]] = [
-            (_hub_records(entry, entry.config, split), None, entry.table_rows)
-        ]
+        files.append((_hub_records(entry, split), None))
     else:
-        files = [
-            (read_records(path), path.parent, entry.table_rows if file_type(path) == ".parquet" else entry.file_rows)
-            for path in published_paths(source, split, entry)
-        ]
-    for records, folder, form in files:
-        records = _counted(records, on_rows)
+        paths = list(map(Path, matching_paths(str(Path(source).expanduser()))))
+        if not paths:
+            raise ValueError(f"there is no file {source}")
+        files += [(read_records(path), path.parent) for path in paths]
+    for records, folder in files:
+        counted = _counted(records, on_rows)
         try:
-            yield from records if form is None else getattr(published_rows, form)(records, folder, split)
+            if entry.rows is None:
+                yield from counted
+            else:
+                yield from _ROWS[entry.rows](counted, folder, split)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(
                 f"{source or entry.place} is not in the form that {entry.title} is published in: "
@@ -225,128 +191,168 @@ def _counted(records: Iterable[Mapping[str, Any]], on_rows: Callable[[int], Any]
         yield record
 
 
-def _hub_records(entry: PublishedSet, config: str | None, split: str) -> Iterator[Mapping[str, Any]]:
+def _hub_records(entry: PublishedSet, split: str) -> Iterator[Mapping[str, Any]]:
     from datasets import load_dataset
 
     try:
-        stream = load_dataset(entry.hub, config, split=split, streaming=True).with_format("arrow")
+        stream = load_dataset(entry.hub, entry.config, split=split, streaming=True).with_format("arrow")
         for table in stream.iter(batch_size=_BATCH_ROWS):
             yield from table.to_pylist()
     except (OSError, RuntimeError) as error:
-        elsewhere = f", from {entry.home}" if entry.home else ""
         raise OSError(
-            f"{entry.hub} cannot be read from the Hub ({type(error).__name__}: {error}); with a copy of its "
-            f"files{elsewhere}, name them as source (--source)"
+            f"{entry.hub} cannot be read from the Hub ({type(error).__name__}: {error}); with a copy of its files, "
+            "name them as source (--source)"
         ) from error
 
 
-def published_paths(source: str, split: str, entry: PublishedSet) -> list[Path]:
-    """Find the files of a split."""
-    place = Path(source).expanduser()
-    if not place.is_dir():
-        paths = [place] if place.is_file() else sorted(place.parent.glob(place.name))
-        if not paths:
-            raise ValueError(f"there is no file {place}")
-        return paths
-    files = sorted(path for path in place.rglob("*") if file_type(path) in _FILE_TYPES)
-    if entry.files is not None:
-        chosen = [path for path in files if path.name.removesuffix(".gz") == entry.files]
-    else:
-        words = {path: _words(path.relative_to(place)) for path in files}
-        chosen = [path for path in files if words[path] & _SPLIT_WORDS.get(split, {split})]
-        if not chosen and split == entry.unnamed:
-            chosen = [path for path in files if not words[path] & _ALL_SPLIT_WORDS]
-    if not chosen:
-        wanted = entry.files or f"the split {split!r} in its name"
-        there = ", ".join(str(path.relative_to(place)) for path in files[:8]) or "none that can be read"
-        raise ValueError(f"{place} has no file with {wanted}; files there: {there}")
-    return chosen
+# --- rows of data sets that are published in a form of their own ---
+# Each function takes the records of a file, its folder (none of a data set on the Hub) and the split.
 
 
-def _words(path: Path) -> set[str]:
-    return set("".join(letter if letter.isalnum() else " " for letter in path.as_posix().lower()).split())
+def paragraph_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
+    """QuAC: sections with paragraphs, these with questions."""
+    for record in records:
+        for paragraph in record["paragraphs"]:
+            for question in paragraph["qas"]:
+                yield {
+                    "id": question["id"],
+                    "context": paragraph["context"].strip(),
+                    "question": question["question"],
+                    "answers": list(dict.fromkeys(answer["text"].strip() for answer in question["answers"])),
+                }
 
 
-def _convert_collection(
-    entry: PublishedSet,
-    done: Conversion,
-    split: str,
-    source: str | None,
-    overwrite: bool,
-    on_rows: Callable[[int], Any],
-) -> None:
-    """Write corpus, queries and relevance, each to a file of its own."""
-    for _, file, _, _ in _RETRIEVAL_TABLES.values():
-        _check_new(done.path / file.format(split=split), overwrite)
-    for table, (kinds, file, _, _) in _RETRIEVAL_TABLES.items():
-        schema, path = pyarrow.schema(list(kinds.items())), done.path / file.format(split=split)
-        if source is None:
-            records = _hub_records(entry, None if table == "qrels" else table, split if table == "qrels" else table)
-        else:
-            records = _collection_records(Path(source).expanduser(), table, split)
-        label, num_read = f"{table} of {source or entry.place}", 0
-        with _parquet(done, path, schema, _origin(entry, split, source), overwrite) as write:
-            for batch in record_tables(_counted(records, on_rows), _BATCH_ROWS, label):
-                batch = with_our_columns(batch, RetrievalTable(name=entry.place, columns=BEIR_COLUMNS[table]))
-                if table == "qrels":
-                    batch = _with_grades(batch, label, num_read)
-                    num_read += batch.num_rows
-                # A document may be a title alone.
-                for name in kinds.keys() - {"title", "score"}:
-                    kept = batch.filter(batch[name].is_valid())
-                    done.skipped[f"{name} ({table})"] += batch.num_rows - kept.num_rows
-                    batch = kept
-                write(_cast(batch, schema))
+def passage_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
+    """2WikiMultihopQA: pairs of title and sentences, in some files as JSON texts, in HotpotQA's columns."""
+    for record in records:
+        context, facts = (_parsed(record.get(name)) for name in ("context", "supporting_facts"))
+        if not isinstance(context, Mapping):
+            context = {"title": [title for title, _ in context], "sentences": [sentences for _, sentences in context]}
+        if not isinstance(facts, Mapping):
+            facts = {"title": [title for title, _ in facts or ()]}
+        yield {
+            "id": record.get("_id", record.get("id")),
+            "question": record["question"],
+            "answer": record.get("answer"),
+            "context": context,
+            "supporting_facts": {"title": facts["title"]},
+        }
 
 
-def _with_grades(pairs: pyarrow.Table, label: str, first: int) -> pyarrow.Table:
-    """Pairs with a whole number as their score, 1 where there is none; the first of them is row `first`."""
-    scores = pairs["score"].to_pylist() if "score" in pairs.column_names else [1] * pairs.num_rows
-    grades = [as_grade(score, label, row) for row, score in enumerate(scores, first)]
-    for row, grade in enumerate(grades, first):
-        if not isinstance(grade, int):
-            raise ValueError(
-                f"{label!r}: the score in row {row} (counted from 0) must be a whole number, got {grade!r}"
-            )
-    others = pairs.select([name for name in pairs.column_names if name != "score"])
-    return others.append_column("score", pyarrow.array(grades, pyarrow.int64()))
+def retrieved_passage_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
+    """NaturalQuestions with retrieved documents: of "Lost in the middle" as they lie, or 20 of DPR's for a question.
+
+    DPR's training file has documents with the answer apart from those without. The first one of the former stands
+    among 19 of the latter, the hard ones first, at a place that the question draws: the same in every run.
+    """
+    for record in records:
+        passages = record.get("ctxs")
+        gold = [passage for passage in passages or () if passage.get("isgold")]
+        if passages is None:
+            gold = list(record["positive_ctxs"][:1])
+            others = [*record["hard_negative_ctxs"], *record["negative_ctxs"]][: _NQ_DOCUMENTS - 1]
+            place = random.Random(record["question"]).randrange(len(others) + 1)
+            # Without its gold document a question is left out.
+            passages = [*others[:place], *gold, *others[place:]] if gold else None
+        yield {
+            "question": record["question"],
+            "answers": record["answers"],
+            "context": passages
+            and {
+                "title": [passage["title"] for passage in passages],
+                "sentences": [[passage["text"]] for passage in passages],
+            },
+            # Others may have the same title: an article is cut into many passages.
+            "supporting_facts": {
+                "title": [passage["title"] for passage in gold],
+                "passage": [number for number, passage in enumerate(passages or ()) if passage in gold],
+            },
+        }
 
 
-def _collection_records(folder: Path, table: str, split: str) -> Iterator[Mapping[str, Any]]:
-    _, _, files, names = _RETRIEVAL_TABLES[table]
-    patterns = [pattern.format(split=split) for pattern in files]
-    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
-    if not paths:
-        raise ValueError(f"{folder} has no {table}: there is no {' and no '.join(patterns)}")
-    is_ms_marco = file_type(paths[0]) == ".tsv" and paths[0].parent.name != "qrels"
-    return read_records(paths[0], names if is_ms_marco else None)
+def interview_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
+    """MediaSum's news_dialogue.json: a line for each turn, speaker in front. Its other file tells the splits."""
+    path = Path(folder or ".") / "train_val_test_split.json"
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}, which has the splits of MediaSum")
+    with open(path, encoding="utf-8-sig") as file:
+        kept = set(json.load(file)[{"validation": "val"}.get(split, split)])
+    for record in records:
+        if record["id"] in kept:
+            turns = zip(record["speaker"], record["utt"], strict=True)
+            document = "\n".join(f"{speaker}: {words}" for speaker, words in turns)
+            yield {"id": record["id"], "document": document, "summary": record["summary"]}
 
 
-def _check_new(path: Path, overwrite: bool) -> None:
-    if path.exists() and not overwrite:
-        raise ValueError(f"{path} is there: pass --overwrite to write it anew")
+def paper_question_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
+    """QASPER's papers; what cannot be answered is "unanswerable"."""
+    for record in records:
+        parts = record["full_text"]
+        sections = ["\n".join([part["section_name"] or "", *part["paragraphs"]]).strip() for part in parts]
+        text = "\n\n".join(filter(None, [record["title"], record["abstract"], *sections]))
+        for question in record["qas"]:
+            answers = [_qasper_answer(given["answer"]) for given in question["answers"]]
+            yield {
+                "id": question["question_id"],
+                "context": text,
+                "question": question["question"],
+                "answers": list(dict.fromkeys(filter(None, answers))),
+            }
 
 
-@contextmanager
-def _parquet(
-    done: Conversion, path: Path, schema: pyarrow.Schema, origin: Mapping[str, str], overwrite: bool
-) -> Iterator[Callable[[pyarrow.Table], None]]:
-    """A function that writes tables; the file is there when all of them are, and not before."""
-    _check_new(path, overwrite)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft, label = path.with_name(f"{path.name}.{os.getpid()}.part"), str(path)
-    try:
-        with pyarrow.parquet.ParquetWriter(draft, schema.with_metadata(origin), compression="zstd") as writer:
+def choice_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
+    """QuALITY's files as LLoCO reads them: options stand behind the question, with letters, as in the answer."""
+    for record in records:
+        for question in record["questions"]:
+            label = question.get("gold_label")
+            choices = [f"{letter}. {option}" for letter, option in zip("ABCD", question["options"], strict=False)]
+            yield {
+                "id": question["question_unique_id"],
+                "context": record["article"],
+                "question": "\n".join([f"{question['question']}\n\nChoices:", *choices]),
+                "answers": [] if label is None else [choices[label - 1]],
+            }
 
-            def write(table: pyarrow.Table) -> None:
-                writer.write_table(table)
-                done.rows[label] = done.rows.get(label, 0) + table.num_rows
 
-            yield write
-            if not done.rows.get(label):
-                raise ValueError(f"there is no row to write to {path}" + (f": {done.reasons}" if done.reasons else ""))
-            skipped = {name: count for name, count in done.skipped.items() if count}
-            writer.add_key_value_metadata({"skipped": json.dumps(skipped)})
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+def instruction_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
+    """LongAlpaca: the text and the question are in one instruction; without a text it is left out."""
+    for record in records:
+        match = _LONG_ALPACA.match(record["instruction"])
+        text, question = (part.strip() for part in match.groups()) if match else (None, record["instruction"])
+        yield {"context": text, "question": question, "answers": record["output"]}
+
+
+def meeting_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
+    """QMSum: a meeting with the queries about all of it and about its parts."""
+    for record in records:
+        turns = (f"{turn['speaker']}: {turn['content']}" for turn in record["meeting_transcripts"])
+        text = "\n".join(turns)
+        for query in [*record["general_query_list"], *record["specific_query_list"]]:
+            yield {"context": text, "question": query["query"], "answers": query["answer"]}
+
+
+def _qasper_answer(answer: Record) -> str:
+    if answer["unanswerable"]:
+        return "unanswerable"
+    if answer["yes_no"] is not None:
+        return "yes" if answer["yes_no"] else "no"
+    return ", ".join(answer["extractive_spans"]) or answer["free_form_answer"]
+
+
+def _parsed(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+_ROWS: Mapping[str, Callable[[Iterable[Record], Path | None, str], Iterator[Record]]] = {
+    function.__name__: function
+    for function in (
+        paragraph_rows,
+        passage_rows,
+        retrieved_passage_rows,
+        interview_rows,
+        paper_question_rows,
+        choice_rows,
+        instruction_rows,
+        meeting_rows,
+    )
+}

@@ -75,8 +75,8 @@ class TrainingDocuments:
 
     Args:
         trained: ids of what it learned from.
-        chose: ids of what its losses were measured on while it trained, by which people and schedules choose.
-        is_whole: whether these are all of them; not after a stage that left no record.
+        chose: ids of what its losses were measured on while it trained.
+        is_whole: False after a stage that left no record.
     """
 
     trained: set[str] = field(default_factory=set)

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import csv
 import glob
 import gzip
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -19,8 +18,6 @@ from ..configuration.nearest_names import check_choice, nearest
 from .columns import is_list, with_our_columns
 from .sources import COLUMNS, FILE_TYPES, TEXT_FILES
 
-# The member's name, of a JSON file that is a mapping from names to records.
-KEY = "_key"
 _ID_COLUMNS = ("id", "query_id", "doc_id")
 # What training, evaluation and retrieval read of a table.
 _READ_COLUMNS = (*_ID_COLUMNS, *COLUMNS, "query", "title", "score", "source_texts")
@@ -99,56 +96,39 @@ def record_tables(records: Iterable[Mapping[str, Any]], num_rows: int, place: ob
         yield pyarrow.table(columns)
 
 
-def file_type(path: Path) -> str:
-    """The suffix of a file, that of gzip apart."""
-    return Path(path.name.removesuffix(".gz")).suffix
+def read_records(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Read the records of a Parquet, JSON or TSV file, one after the other; other files are JSON lines.
 
-
-def read_records(path: Path, names: Sequence[str] | None = None) -> Iterator[Mapping[str, Any]]:
-    """Read the records of a Parquet, JSON, CSV or TSV file, one after the other; other files are JSON lines.
-
-    Of a JSON file these are the members of its list, or of the list `data` in it, or of the mapping from names to
-    records that it is, with their names as `KEY`.
+    Of a JSON file these are the members of its list, of the list `data` in it, or of a mapping from names to records.
     """
-    kind, number = file_type(path), 0
+    number = 0
     try:
-        for record in _records(path, kind, names):
+        for record in _records(path):
             if not isinstance(record, Mapping):
                 raise ValueError(f"{record!r:.80} is not a mapping from columns to values")
             yield record
             number += 1
-    except (*UNREADABLE, ValueError, OSError, EOFError, RecursionError, csv.Error) as error:
+    except (*UNREADABLE, ValueError, OSError, EOFError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read, after record {number}: {error}") from error
 
 
-def _records(path: Path, kind: str, names: Sequence[str] | None) -> Iterator[Any]:
+def _records(path: Path) -> Iterator[Any]:
+    # The suffix of a file, that of gzip apart.
+    kind = Path(path.name.removesuffix(".gz")).suffix
     if kind == ".parquet":
         with pyarrow.parquet.ParquetFile(path) as table:
             for batch in table.iter_batches(batch_size=1000):
                 yield from batch.to_pylist()
         return
     opener: Any = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig", newline={".csv": "", ".tsv": "\n"}.get(kind)) as file:
-        if kind == ".csv":
-            csv.field_size_limit(2**31 - 1)
-            yield from csv.DictReader(file, names)
-        elif kind == ".tsv":
-            yield from _tab_separated(file, names)
-        elif kind == ".json":
+    with opener(path, "rt", encoding="utf-8-sig") as file:
+        if kind == ".json":
             yield from _members(file.read())
+        elif kind == ".tsv":
+            names = next(file, "").rstrip("\n").split("\t")
+            yield from (dict(zip(names, line.rstrip("\n").split("\t"), strict=False)) for line in file if line.strip())
         else:
             yield from (json.loads(line) for line in file if line.strip())
-
-
-def _tab_separated(file: IO[str], names: Sequence[str] | None) -> Iterator[Mapping[str, Any]]:
-    """The rows of a TSV, in which quotation marks and carriage returns are letters, but for one at a line's end."""
-    rows = (line.removesuffix("\n").removesuffix("\r") for line in file)
-    for row in filter(None, rows):
-        values = row.split("\t")
-        if names is None:
-            names = values
-        else:
-            yield dict(itertools.zip_longest(names, values[: len(names)]))
 
 
 def _members(text: str) -> Sequence[Any]:
@@ -164,7 +144,7 @@ def _members(text: str) -> Sequence[Any]:
     if isinstance(content.get("data"), list):
         return content["data"]
     if all(isinstance(value, dict) for value in content.values()):
-        return [{KEY: name, **value} for name, value in content.items()]
+        return list(content.values())
     return [content]
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ..configuration.nearest_names import nearest
+from ..configuration.nearest_names import as_spelled_now, nearest
 from .yaml_text import read_yaml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-TASKS = ("question_answering", "summarisation", "continuation", "reconstruction")
+TASKS = ("question_answering", "summarization", "continuation", "reconstruction")
 DEFAULT_PROMPTS = "default"
 
 
@@ -40,23 +40,18 @@ def _prompts_file(path: str | None) -> Path:
 
 @cache
 def load_prompts(path: str | None = None) -> Mapping[str, tuple[str, ...]]:
-    """Read the templates of every task.
+    """Read the templates of every task: task -> templates, the canonical one first.
 
     Args:
         path: a YAML file with one list of templates per task, or the name of a packaged one: "default" (also when
             `None`), "memory_tokens" for methods whose task tokens say what to do, "embedded" for these on the small
             base, "comprexit" for ComprExIT and its baselines, "gmsa" for GMSA and its baseline, "chat" for instruct
             models in their chat template.
-
-    Returns:
-        Task -> templates; the first template of a task is the canonical one.
-
-    Raises:
-        ValueError: no such file or name, no YAML in it, a task is missing or unknown, or a template does not hold
-            `{question}` exactly where it has to.
     """
     file = _prompts_file(path)
     content = read_yaml(file)
+    if isinstance(content, dict):
+        content = {as_spelled_now(task): templates for task, templates in content.items()}
     if not isinstance(content, dict) or set(content) != set(TASKS):
         found = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
         raise ValueError(f"{file} must hold one list of templates for each of {TASKS}, got {found}")
@@ -84,14 +79,9 @@ def format_prompt(
         task: one of `TASKS`.
         question: the question, for question answering.
         rng: draws the template; the canonical first one is taken when `None`.
-        path: a file of templates of one's own, the name of a packaged one, or one template for each task.
-
-    Raises:
-        ValueError: an unknown task.
+        path: a file of templates, the name of a packaged one, or one template for each task.
     """
     prompts = {name: (text,) for name, text in path.items()} if isinstance(path, Mapping) else load_prompts(path)
-    if task not in prompts:
-        raise ValueError(f"task must be one of {tuple(prompts)}, got {task!r}")
     templates: Sequence[str] = prompts[task]
     template = templates[0] if rng is None else rng.choice(templates)
     # str.format would trip over braces inside the question.

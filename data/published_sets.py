@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The register of published data sets: where each is, under which licence, and which column is which of ours.
+"""The register of published data sets: where each is, under which license, and which column is which of ours.
 
 It is `published_sets.yaml`. Training and evaluation read a source in these columns as it stands (`data.columns`), and
 `convert_published` makes files of what they do not read.
@@ -13,11 +13,10 @@ from pathlib import Path
 
 from .yaml_text import read_yaml
 
-RETRIEVAL = "retrieval"
 # What a converted file has; a row without one of these, the id apart, is left out.
 TASK_COLUMNS = {
     "question_answering": ("id", "context", "question", "answers"),
-    "summarisation": ("id", "context", "summary"),
+    "summarization": ("id", "context", "summary"),
 }
 
 
@@ -27,32 +26,26 @@ class PublishedSet:
 
     Args:
         title: what reports and cards call it.
-        licence: as its publisher states it.
+        license: as its publisher states it.
         hub: its repository on the Hub; `None` where it lies elsewhere, or as a script that `datasets` no longer runs.
         config: the Hub data set's configuration.
         splits: those that it has.
-        task: "question_answering", "summarisation" or "retrieval".
+        task: "question_answering" or "summarization".
         columns: our column -> its own, with dots into structs.
-        file_rows: function of `published_rows` for its JSON and CSV files, where their form is not the Hub's.
-        table_rows: the same for the Hub's data set and Parquet files, where a record of theirs is not a row.
-        files: in a folder, the file that has all splits; else a split's files have it in their path.
-        unnamed: the split of files that have none in their path.
+        rows: function of `convert_published` that makes rows of its records, where these are not rows.
         keeps: further columns of a converted file, null where the published form at hand lacks them.
-        home: where its files are published.
+        home: where its files are published, if not on the Hub.
         tables: the tables of the papers that need it.
     """
 
     title: str
-    licence: str
+    license: str
     hub: str | None = None
     config: str | None = None
     splits: tuple[str, ...] = ("train", "validation", "test")
     task: str = "question_answering"
     columns: Mapping[str, str] = field(default_factory=dict)
-    file_rows: str | None = None
-    table_rows: str | None = None
-    files: str | None = None
-    unnamed: str | None = None
+    rows: str | None = None
     keeps: tuple[str, ...] = ()
     home: str | None = None
     tables: str = ""

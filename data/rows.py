@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _TEXT_TASKS = ("reconstruction", "continuation")
 _NEEDED_COLUMNS = {
     "question_answering": ("context", "question", "answers"),
-    "summarisation": ("context", "summary"),
+    "summarization": ("context", "summary"),
 }
 _NO_ANSWER = "; `skip_incomplete: true` of a source leaves such rows out"
 _ALL_TEXTS = ("context", "question", "summary", "text")
@@ -62,19 +62,15 @@ class PassageText(str):
 
 
 def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) -> pyarrow.Table:
-    """Read the rows of a file or Hub source, and check that its tasks have their columns.
+    """Read the rows of a file or Hub source, in our columns, and check that its tasks have theirs.
 
     Args:
         source: where to read, and which rows; not a generated one. Without tasks, texts or contexts are needed alone.
         data_dir: folder that local paths are relative to.
         seed: draws the rows that `max_samples` keeps.
 
-    Returns:
-        The rows, with our names for the columns of well-known data sets, too, see `with_known_columns`.
-
     Raises:
-        ValueError: no such file, an unknown file type, a missing column, no row, a row that lacks a value which the
-            tasks need: no text, or a blank question, answer or summary.
+        ValueError: no such file, a missing column, no row, or a row that lacks a value which the tasks need.
     """
     if source.streaming:
         table = _streamed(source)
@@ -290,11 +286,15 @@ def places(first: int, number: int, rng: random.Random) -> Iterator[int]:
 
 
 def draw_document(
-    source: DataSource, max_tokens: int, rng: random.Random, tokenizer: PreTrainedTokenizerBase
+    source: DataSource,
+    max_tokens: int,
+    rng: random.Random,
+    tokenizer: PreTrainedTokenizerBase,
+    min_tokens: int = MIN_TOKENS,
 ) -> GeneratedDocument:
     """Generate a document of a random length up to `max_tokens` tokens of this tokenizer, or up to `MAX_TOKENS`."""
     max_tokens = min(max_tokens, MAX_TOKENS)
-    length = rng.randint(MIN_TOKENS, max(MIN_TOKENS, max_tokens))
+    length = rng.randint(min_tokens, max(min_tokens, max_tokens))
     while True:
         try:
             return generate_document(

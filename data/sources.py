@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..configuration.nearest_names import check_choice
+from ..configuration.nearest_names import as_spelled_now, check_choice
 from .prompts import TASKS
 from .synthetic_documents import KINDS, SPLITS
 from .yaml_text import parse_yaml, read_yaml
@@ -24,7 +24,6 @@ COLUMNS = ("id", "context", "question", "answers", "summary", "text", *BENCHMARK
 # One text each, in UTF-8.
 TEXT_FILES = (".txt", ".md")
 FILE_TYPES = (".parquet", ".jsonl", ".json", *TEXT_FILES)
-_ENDS = {"from", "below"}
 _KINDS = {"name": "a data set of the Hub", "path": "a file", "generated": "generated documents"}
 _OF_ROWS = ("rows", "where", "columns", "max_samples", "contexts_per_document", "skip_incomplete")
 # Fields that say something of these kinds of sources alone, where they are trained on.
@@ -72,7 +71,7 @@ class DataSource:
         columns: where the source has other names: our column -> its column, with dots into structs, e.g.
             `{context: passage, answers: reply.text}`. Those of well-known data sets are found, see
             `data.published_sets`.
-        licence: the data's licence, for the model card.
+        license: the data's license, for the model card.
         hub_id: the data set's repository on the Hub, for the model card, where `path` is a copy of it.
         title: what reports and the model card call the data set.
     """
@@ -96,7 +95,7 @@ class DataSource:
     separate_passages: bool = False
     by: str | None = None
     document_tokens: int | None = None
-    licence: str | None = None
+    license: str | None = None
     hub_id: str | None = None
     title: str | None = None
 
@@ -107,28 +106,19 @@ class DataSource:
             # YAML 1.1 reads 1e-1, which has no point, as a text.
             object.__setattr__(self, "weight", float(self.weight))
         tasks = (self.tasks,) if isinstance(self.tasks, str) else tuple(self.tasks)
-        # As the Hub spells it.
-        tasks = tuple("summarisation" if task == "summarization" else task for task in tasks)
+        tasks = tuple(map(as_spelled_now, tasks))
         object.__setattr__(self, "tasks", tasks)
         for task in tasks:
             check_choice(f"task of source {self.label!r}:", task, TASKS)
-        if self.generated and "summarisation" in tasks:
-            raise ValueError("generated documents have no summaries: take summarisation out of their tasks")
         if self.generated:
             check_choice("split of generated documents:", self.split, SPLITS)
         if self.weight is not None and not 0 < self.weight < math.inf:
             raise ValueError(f"weight of source {self.label!r} must be above 0 and finite, got {self.weight!r}")
         if self.rows is not None and not (len(self.rows) == 2 and 0 <= self.rows[0] < self.rows[1]):
-            raise ValueError(
-                f"rows of source {self.label!r} must be [first, end] with 0 <= first < end, got {self.rows}"
-            )
-        if self.contexts_per_document < 1 or (self.contexts_per_document > 1 and "question_answering" not in tasks):
-            raise ValueError(
-                f"contexts_per_document of source {self.label!r} must be at least 1, and goes with the task "
-                f"question_answering, got {self.contexts_per_document!r}"
-            )
-        if self.max_samples is not None and self.max_samples < 1:
-            raise ValueError(f"max_samples of source {self.label!r} must be at least 1, got {self.max_samples!r}")
+            raise ValueError(f"rows of source {self.label!r} must be [first, end], got {self.rows}")
+        for name in ("contexts_per_document", "max_samples"):
+            if (value := vars(self)[name]) is not None and value < 1:
+                raise ValueError(f"{name} of source {self.label!r} must be at least 1, got {value!r}")
         if self.streaming and (self.name is None or (self.rows is None and self.max_samples is None)):
             raise ValueError(
                 f"streaming of source {self.label!r} needs the name of a data set, and rows or max_samples"
@@ -136,11 +126,8 @@ class DataSource:
         for column in self.columns or {}:
             check_choice(f"column of source {self.label!r}:", column, COLUMNS)
         for column, wanted in (self.where or {}).items():
-            if isinstance(wanted, Mapping) and not (wanted and wanted.keys() <= _ENDS):
-                raise ValueError(
-                    f"where of source {self.label!r}: {column} must be a value, a list of values, or a range such as "
-                    f"{{from: 4000, below: 8000}}, got {wanted!r}"
-                )
+            if isinstance(wanted, Mapping) and not wanted.keys() <= {"from", "below"}:
+                raise ValueError(f"where of source {self.label!r}: {column} has no range {{from, below}}: {wanted!r}")
 
     @property
     def label(self) -> str:
@@ -153,7 +140,7 @@ class DataSource:
         if not isinstance(mapping, cls):
             if not isinstance(mapping, Mapping):
                 raise ValueError(f"a source is a mapping such as {{path: FILE, tasks: [TASK]}}, got {mapping!r}")
-            mapping = {"licence" if key == "license" else key: value for key, value in mapping.items()}
+            mapping = {as_spelled_now(key): value for key, value in mapping.items()}
             allowed = [field.name for field in fields(cls)]
             for key in mapping:
                 check_choice("field of a source", key, allowed)
@@ -175,10 +162,10 @@ def is_of_benchmark(columns: Container[str]) -> bool:
 
 def check_trained_source(source: DataSource) -> None:
     """Raise `ValueError` when a source that is trained on has a field that says nothing of its kind."""
-    kind = next(kind for kind in _KINDS if getattr(source, kind))
+    kind = next(kind for kind in _KINDS if vars(source)[kind])
     for name, kinds in _KINDS_WITH.items():
-        value = getattr(source, name)
-        if value != getattr(DataSource, name) and kind not in kinds:
+        value = vars(source)[name]
+        if value != DataSource.__dataclass_fields__[name].default and kind not in kinds:
             raise ValueError(
                 f"{name} of source {source.label!r} says nothing of {_KINDS[kind]} in training: leave it out, got "
                 f"{value!r}"

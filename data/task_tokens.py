@@ -18,15 +18,8 @@ NUM_SENTINELS = 100
 def add_task_tokens(tokenizer: PreTrainedTokenizerBase, names: Sequence[str] = TASK_TOKENS) -> dict[str, int]:
     """Make task tokens special tokens of a tokenizer; those that it has already stay as they are.
 
-    The base's embedding table is left alone: a new id may lie inside a table that is larger than the tokenizer, or
-    behind it. A compressor looks task tokens up by id in its own parameters (`config.task_token_ids`).
-
-    Args:
-        tokenizer: changed in place.
-        names: the tokens, in the order of the embeddings.
-
-    Returns:
-        Token -> id.
+    The base's embedding table is left alone: a compressor looks task tokens up by id in its own parameters
+    (`config.task_token_ids`). Returns token -> id.
     """
     known = set(tokenizer.all_special_tokens)
     missing = [name for name in names if name not in known]

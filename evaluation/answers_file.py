@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from ..configuration.nearest_names import as_spelled_now
 from .report import EvaluationReport
 from .rows import SampleAnswers, number_of
 
@@ -55,7 +56,7 @@ def _sample(line: str) -> SampleAnswers:
         condition: {metric: number_of(score) for metric, score in metrics.items()}
         for condition, metrics in sample.scores.items()
     }
-    return replace(sample, scores=scores)
+    return replace(sample, task=as_spelled_now(sample.task), scores=scores)
 
 
 def _key(line: str, path: Path) -> tuple[str, str]:

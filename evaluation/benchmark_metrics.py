@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of long-context benchmarks as their authors publish them: LongBench, LongBench-E, LongBench v2 and RULER."""
+"""Scores of LongBench, LongBench-E (their English tasks) and RULER as their authors publish them."""
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import re
-import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,21 +13,13 @@ from typing import Any
 from ..data.sources import is_of_benchmark
 from .metrics import normalize_answer
 
-_CLASSIFICATION_TASKS = ("trec", "lsht")
-_PARAGRAPH_TASKS = ("passage_retrieval_en", "passage_retrieval_zh")
-_CHINESE_PUNCTUATION = (
-    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃"
-    "》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
-)
-_ALL_PUNCTUATION = frozenset(string.punctuation + _CHINESE_PUNCTUATION)
-
 
 @dataclass(frozen=True)
 class BenchmarkMetric:
     """How a benchmark scores an answer of one of its tasks.
 
-    Source: LongBench (Bai et al., 2024), Table 1, and its `metrics.py`; LongBench v2's `pred.py`; RULER (Hsieh et al.,
-    2024), section 4, and its `eval/synthetic/constants.py`.
+    Source: LongBench (Bai et al., 2024), Table 1, and its `metrics.py`; RULER (Hsieh et al., 2024), section 4, and its
+    `eval/synthetic/constants.py`.
     """
 
     task: str
@@ -47,8 +37,6 @@ def benchmark_metric(row: Mapping[str, Any]) -> BenchmarkMetric | None:
     # LongBench-E.
     task = str(row.get("task", "")).removesuffix("-e").removesuffix("_e")
     classes = tuple(row.get("all_classes") or ())
-    if task in _CLASSIFICATION_TASKS and not classes:
-        raise ValueError(f"{task} is scored by its classes: a row needs them as `all_classes`")
     return BenchmarkMetric(task, classes) if task in _TASKS else None
 
 
@@ -58,13 +46,6 @@ def benchmark_max_new_tokens(row: Mapping[str, Any]) -> int | None:
         return int(row["max_new_tokens"])
     metric = benchmark_metric(row)
     return None if metric is None else _TASKS[metric.task][1]
-
-
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(f"LongBench scores with {name}: pip install -e '.[benchmarks]' in the clone") from error
 
 
 def _overlap_f1(prediction: Sequence[str], answer: Sequence[str]) -> float:
@@ -77,31 +58,17 @@ def _qa_f1(prediction: str, answer: str) -> float:
     return _overlap_f1(normalize_answer(prediction).split(), normalize_answer(answer).split())
 
 
-def _chinese_words(text: str) -> list[str]:
-    """Words of a Chinese text as jieba cuts it."""
-    return list(_library("jieba").cut(text, cut_all=False))
-
-
-def _qa_f1_chinese(prediction: str, answer: str) -> float:
-    def words(text: str) -> list[str]:
-        bare = ("".join(word.lower().split()) for word in _chinese_words(text))
-        found = ("".join(letter for letter in word if letter not in _ALL_PUNCTUATION) for word in bare)
-        return [word for word in found if word]
-
-    return _overlap_f1(words(prediction), words(answer))
-
-
 def _rouge_l(prediction: str, answer: str) -> float:
     """ROUGE-L of the library `rouge`, which counts each word of a sentence once."""
     try:
-        return float(_library("rouge").Rouge(["rouge-l"]).get_scores(prediction, answer)[0]["rouge-l"]["f"])
+        from rouge import Rouge
+    except ImportError as error:
+        raise ImportError("LongBench scores with rouge: pip install -e '.[benchmarks]' in the clone") from error
+    try:
+        return float(Rouge(["rouge-l"]).get_scores(prediction, answer)[0]["rouge-l"]["f"])
     except (ValueError, RecursionError):
         # A text without words, or a sentence too long for the library: no points, as in LongBench's script.
         return 0.0
-
-
-def _rouge_l_chinese(prediction: str, answer: str) -> float:
-    return _rouge_l(*(" ".join(_chinese_words(text)) for text in (prediction, answer)))
 
 
 def _share_of_numbers(prediction: str, number: str) -> float:
@@ -111,8 +78,8 @@ def _share_of_numbers(prediction: str, number: str) -> float:
 
 
 def _paragraph(prediction: str, answer: str) -> float:
-    """The number of "Paragraph 7" or "段落7"."""
-    number = re.search(r"(?:Paragraph |段落)(\d+)", answer)
+    """The number of "Paragraph 7"."""
+    number = re.search(r"Paragraph (\d+)", answer)
     return 0.0 if number is None else _share_of_numbers(prediction, number[1])
 
 
@@ -149,15 +116,6 @@ def _label(prediction: str, answers: Sequence[str], classes: Sequence[str]) -> f
     return max(_classification(prediction, answer, classes) for answer in answers)
 
 
-def _choice(prediction: str, answers: Sequence[str], classes: Sequence[str]) -> float:
-    """The letter behind "The correct answer is", with or without brackets."""
-    plain = prediction.replace("*", "")
-    found = re.search(r"The correct answer is \(([A-D])\)", plain) or re.search(
-        r"The correct answer is ([A-D])", plain
-    )
-    return float(found is not None and found[1] in answers)
-
-
 def _found(prediction: str, answers: Sequence[str]) -> list[bool]:
     text = re.sub(r"[\x00-\x1f]", "\n", prediction).lower()
     return [answer.lower() in text for answer in answers]
@@ -177,25 +135,19 @@ _TASKS: dict[str, tuple[Callable[[str, Sequence[str], Sequence[str]], float], in
     "narrativeqa": (_best(_qa_f1), 128),
     "qasper": (_best(_qa_f1), 128),
     "multifieldqa_en": (_best(_qa_f1), 64),
-    "multifieldqa_zh": (_best(_qa_f1_chinese), 64),
     "hotpotqa": (_best(_qa_f1), 32),
     "2wikimqa": (_best(_qa_f1), 32),
     "musique": (_best(_qa_f1), 32),
-    "dureader": (_best(_rouge_l_chinese), 128),
     "gov_report": (_best(_rouge_l), 512),
     "qmsum": (_best(_rouge_l), 512),
     "multi_news": (_best(_rouge_l), 512),
-    "vcsum": (_best(_rouge_l_chinese), 512),
     "triviaqa": (_first_line(_best(_qa_f1)), 32),
     "samsum": (_first_line(_best(_rouge_l)), 128),
-    **dict.fromkeys(_CLASSIFICATION_TASKS, (_first_line(_label), 64)),
+    "trec": (_first_line(_label), 64),
     "passage_count": (_best(_share_of_numbers), 32),
-    **dict.fromkeys(_PARAGRAPH_TASKS, (_best(_paragraph), 32)),
+    "passage_retrieval_en": (_best(_paragraph), 32),
     "lcc": (_best(_code_similarity), 64),
     "repobench-p": (_best(_code_similarity), 64),
-    # LongBench v2.
-    "0shot": (_choice, 128),
-    "cot": (_choice, 1024),
     # RULER.
     **dict.fromkeys(("niah_single_1", "niah_single_2", "niah_single_3", "niah_single_words"), (_all_strings, 128)),
     **dict.fromkeys(("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"), (_all_strings, 128)),
@@ -205,4 +157,3 @@ _TASKS: dict[str, tuple[Callable[[str, Sequence[str], Sequence[str]], float], in
     "fwe": (_all_strings, 50),
     **dict.fromkeys(("qa_1", "qa_2"), (_any_string, 32)),
 }
-TASKS = tuple(_TASKS)

@@ -83,8 +83,6 @@ def resampled_scores(
     Returns:
         For each statistic its scores, `(num_resamples,)`.
     """
-    if not statistics:
-        return {}
     columns = np.concatenate([statistic.values for statistic in statistics.values()], axis=1)
     numbers = {document: number for number, document in enumerate(dict.fromkeys(documents))}
     by_document = np.zeros((len(numbers), columns.shape[1]))

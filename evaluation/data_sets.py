@@ -29,7 +29,7 @@ from .samples import EvaluationDataset
 logger = logging.getLogger(__name__)
 
 # Fields of a source that change no data set, or only its name.
-_NOT_IN_REPORT = ("title", "tasks", "weight", "licence")
+_NOT_IN_REPORT = ("title", "tasks", "weight", "license")
 _HOPS = {"one_hop": 1, "two_hop": 2}
 _ATTEMPTS = 100
 RULER = "simonjegou/ruler"
@@ -103,11 +103,10 @@ def source_in_report(source: DataSource) -> dict[str, Any]:
 
     Of files and folders it is the last part of their names alone.
     """
-    given = {of_source.name: getattr(source, of_source.name) for of_source in fields(source)}
     found = {
-        name: value
-        for name, value in given.items()
-        if name not in _NOT_IN_REPORT and value != getattr(DataSource, name)
+        field.name: value
+        for field in fields(source)
+        if field.name not in _NOT_IN_REPORT and (value := vars(source)[field.name]) != field.default
     }
     if source.path is not None:
         found["path"] = Path(source.path).name

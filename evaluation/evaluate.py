@@ -95,7 +95,7 @@ def evaluate_model(
     builder = SampleBuilder(
         tokenizer,
         settings,
-        _max_positions([model.config] if teacher is None else [model.config, teacher.config]),
+        max_positions([model.config] if teacher is None else [model.config, teacher.config]),
         _max_context_tokens(model, tokenizer, ratios, settings),
         1 if any(condition.with_context for condition in conditions) else lowest_ratio(model.config, ratios),
     )
@@ -239,8 +239,7 @@ def _take_over(
         report.documents[name] = " ".join(sorted({*ids.split(), *report.documents.get(name, "").split()}))
     sources = {name: [Sources(name, tuple(ids.split()))] for name, ids in report.documents.items()}
     report.held_out = earlier.held_out | check_sources(sources, records, allow_shared=True)
-    for row in earlier.rows:
-        report.add(row)
+    report.rows += earlier.rows
 
 
 def _score_all(
@@ -291,7 +290,7 @@ def _ratios(config: PreTrainedConfig, settings: EvaluationSettings) -> list[int 
     if untrained and not settings.allow_untrained_ratio:
         raise ValueError(
             f"the checkpoint was not trained for the ratios {untrained}, only for {trained}; allow_untrained_ratio "
-            "(--allow-untrained-ratio) evaluates them all the same"
+            "(--config) evaluates them all the same"
         )
     return ratios
 
@@ -299,7 +298,9 @@ def _ratios(config: PreTrainedConfig, settings: EvaluationSettings) -> list[int 
 def _conditions(
     model: PreTrainedModel, teacher: PreTrainedModel | None, ratios: list[int | str], settings: EvaluationSettings
 ) -> list[Condition]:
-    if settings.task_tokens_in_bounds and (teacher is not None or not getattr(model.config, "task_token_ids", None)):
+    if settings.task_tokens_in_bounds and (
+        teacher is not None or not can_compress(model) or not model.config.task_token_ids
+    ):
         raise ValueError(
             "task_tokens_in_bounds is for a compressor with task tokens, without a teacher: nothing else has "
             "embeddings for them"
@@ -317,7 +318,7 @@ def _conditions(
     reads_base = settings.zero_shot or "self_information" in settings.alternatives
     if reads_base and (trained := trained_base_weights(model)):
         raise ValueError(
-            "zero_shot (--zero-shot) and self_information read the checkpoint without its adapters, and it has "
+            "zero_shot and self_information read the checkpoint without its adapters, and it has "
             f"trained weights of the base itself, such as {trained[0]}: score the base as --teacher BASE, or alone"
         )
     compressed = [Condition(ratio_condition(ratio), model, ratio=ratio) for ratio in ratios]
@@ -351,9 +352,9 @@ def _conditions(
     return [*conditions, *compressed, *alternatives]
 
 
-def _max_positions(configs: Sequence[PreTrainedConfig]) -> int | None:
-    texts = [config.get_text_config(decoder=True) for config in configs]
-    limits = [getattr(config, "max_position_embeddings", None) for config in texts]
+def max_positions(configs: Sequence[PreTrainedConfig]) -> int | None:
+    """The fewest positions that decoders have; `None` where all are unlimited."""
+    limits = [config.get_text_config(decoder=True).to_dict().get("max_position_embeddings") for config in configs]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -395,5 +396,5 @@ def _check_prefix(
     if learned and (ratios or settings.zero_shot or teacher is not None):
         raise ValueError(
             f"context_prefix has learned tokens, {', '.join(learned)}, which only the compressor's own decoder reads: "
-            "score it with bounds_only (--bounds-only), without a teacher and without zero shot"
+            "score it with bounds_only, without a teacher and without zero shot"
         )

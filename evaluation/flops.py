@@ -7,16 +7,22 @@ What is counted and what is not, `LayerShape` says; what a method does with a co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
+from transformers import AutoConfig, PreTrainedConfig
+
+from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
 from ..configuration.configuration_compressor import CompressorConfig
 from ..configuration.layer_shape import LayerShape, stack_flops
-from ..configuration.methods import methods_on
+from ..configuration.methods import METHODS, config_class, methods_on
+from ..configuration.nearest_names import check_choice, nearest
+from ..data.yaml_text import read_yaml
+from ..modeling.checkpoint.pretrained_bases import base_place
 from ..reporting.tables import markdown_table
-from .model_shapes import config_of, method_config
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+_SHAPES: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("model_shapes.yaml"))
+SHAPE_NAMES = tuple(_SHAPES)
 
 
 def compression_flops(config: PreTrainedConfig, num_context_tokens: int, ratio: int) -> int:
@@ -116,7 +122,7 @@ def flops_table(
     """What methods cost beside the full context, in 10^9 operations, as a Markdown table.
 
     Args:
-        base: a name of `model_shapes.SHAPE_NAMES`, or the folder or Hub id of a language model or compressor.
+        base: a name of `SHAPE_NAMES`, or the folder or Hub id of a language model or compressor.
         methods: among `configuration.methods.METHODS`; all that go with the base when empty. Of a compressor, none.
         ratios: compression ratios; when empty a compressor's own, else 4 and 8.
         context_tokens: L; by default the mean of NaturalQuestions, as in GMSA's Table 7.
@@ -149,3 +155,32 @@ def flops_table(
 def _giga(flops: int) -> str:
     value = flops / 1e9
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+# --- configurations of well-known models, and of methods on them ---
+
+
+def named_config(name: str) -> PreTrainedConfig:
+    """A new configuration of a well-known shape, such as "llama-2-7b"."""
+    if name not in _SHAPES:
+        raise ValueError(f"there is no shape {name!r}{nearest(name, SHAPE_NAMES)}")
+    fields = dict(_SHAPES[name])
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+def config_of(name: str) -> PreTrainedConfig:
+    """The configuration of a named shape, of a folder, or of a model on the Hub."""
+    if name in _SHAPES or not ("/" in name or Path(name).is_dir()):
+        return named_config(name)
+    try:
+        return AutoConfig.from_pretrained(base_place(name))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"there is no model configuration in {name!r}: {error}") from error
+
+
+def method_config(method: str, base: PreTrainedConfig, ratios: Sequence[int], **fields: Any) -> PreTrainedConfig:
+    """A method's configuration on a base, with further `fields` of it."""
+    check_choice("method", method, METHODS)
+    if method not in methods_on(base):
+        raise ValueError(f"{method} does not go with a base of type {base.model_type!r}; {methods_on(base)} do")
+    return config_class(method)(decoder_config=base, compression_ratios=list(ratios), **fields)

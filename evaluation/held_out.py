@@ -67,7 +67,7 @@ def check_sources(
             continue
         shared: dict[str, dict[str, int]] = {}
         for part in _PARTS:
-            seen = getattr(record, part)
+            seen = vars(record)[part]
             for name, samples in of_data_sets.items():
                 named = {id_: sample.id for sample in samples[::-1] for id_ in sample.source_ids if id_ in seen}
                 if not named:

@@ -39,7 +39,6 @@ def holds_answer(answer: str, accepted: Sequence[str]) -> bool:
 
 def squad_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     """Exact match and token F1 with SQuAD's normalisation, each the best over a question's references."""
-    check_references(predictions, references)
     scores = squad(
         [{"prediction_text": prediction, "id": str(index)} for index, prediction in enumerate(predictions)],
         [
@@ -52,7 +51,6 @@ def squad_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]
 
 def substring_accuracy(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     """Share of outputs that contain one of their answers, both in SQuAD's normal form, 0 to 100."""
-    check_references(predictions, references)
     found = 0
     for prediction, answers in zip(predictions, references, strict=True):
         output = normalize_answer(prediction)
@@ -66,7 +64,6 @@ def rouge_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]
 
     ROUGE-L is one subsequence of the whole text: the order of its sentences counts.
     """
-    check_references(predictions, references)
     scores = rouge_score(
         list(predictions), [list(texts) for texts in references], accumulate="best", rouge_keys=ROUGE_KEYS
     )
@@ -81,7 +78,6 @@ def rouge_lsum(predictions: Sequence[str], references: Sequence[Sequence[str]]) 
     # NLTK comes with it, a third of a second at the start of every command.
     from rouge_score.rouge_scorer import RougeScorer
 
-    check_references(predictions, references)
     scorer = RougeScorer(["rougeLsum"])
     total = 0.0
     for prediction, texts in zip(predictions, references, strict=True):
@@ -92,17 +88,6 @@ def rouge_lsum(predictions: Sequence[str], references: Sequence[Sequence[str]]) 
 
 def _sentence_lines(text: str) -> str:
     return re.sub(r"(?<=[.!?])\s+", "\n", text)
-
-
-def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Corpus BLEU-4 on decoded text with sacreBLEU's 13a tokenisation, 0 to 100.
-
-    There is no smoothing: a corpus without a single matching 4-gram scores 0. It is a score of the whole corpus, not a
-    mean over samples.
-    """
-    check_references(predictions, references)
-    counts = [bleu_counts(prediction, texts) for prediction, texts in zip(predictions, references, strict=True)]
-    return float(bleu_of_counts(np.sum(counts, axis=0)))
 
 
 def bleu_counts(prediction: str, references: Sequence[str]) -> list[int]:
@@ -161,12 +146,3 @@ def teacher_normalized(score: Number, full: Number, none: Number) -> Number:
     with np.errstate(invalid="ignore"):
         share: Any = (score - none) / np.where(worth == 0, np.nan, worth)
     return share
-
-
-def check_references(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
-    """Refuse texts that cannot be scored: none at all, another number of references, or a sample without one."""
-    if not predictions or len(predictions) != len(references):
-        raise ValueError(f"one or more predictions need references, got {len(predictions)} and {len(references)}")
-    for index, answers in enumerate(references):
-        if isinstance(answers, str) or not len(answers):
-            raise ValueError(f"references[{index}] must be a list of one or more texts, got {answers!r}")

@@ -104,22 +104,13 @@ def needle_examples(
 ) -> list[dict[str, Any]]:
     """Contexts of running text with one needle each, at a place drawn uniformly between two sentences.
 
-    Args:
-        texts: running text; a context takes sentences that follow one another, and goes on in the next text.
-        tokenizer: measures the length.
-        num_tokens: of a context, needle included; no more, and less by some tokens at most.
-        num_needles: how many contexts; the kinds take turns. The same needles are hidden at every length.
-        seed: draws everything.
+    A context has at most `num_tokens` tokens, of sentences that follow one another and go on in the next text. The
+    kinds of needles take turns, and the same needles are hidden at every length.
 
     Returns:
         Rows with `id` (kind and number), `context`, `question`, `answers` and `source_texts`, those of `texts` that
         the context is taken from.
-
-    Raises:
-        ValueError: no texts or fewer tokens than a context, or a needle is longer than that.
     """
-    if not texts:
-        raise ValueError("needles are hidden in running text: name a file or a data set of the Hub")
     examples = []
     for number in range(num_needles):
         needle = draw_needle(KINDS[number % len(KINDS)], random.Random(f"{seed}/needle/{number}"))

@@ -69,10 +69,7 @@ def paired_difference(
         second: the same of another system, its samples in any order; or `first` again for another condition.
         metric: a mean over samples, which weigh alike, such as "f1"; of a perplexity, the mean of its logarithm is
             compared, in nats per token.
-        first_condition: such as "ratio=4".
-        second_condition: such as "bm25=4"; the first one when `None`.
-        num_resamples: how many resamples to draw.
-        seed: draws them.
+        first_condition, second_condition: such as "ratio=4" and "bm25=4"; the same one when the second is `None`.
 
     Raises:
         ValueError: not the same samples of one data set and task, a condition or a metric that is not there, a score

@@ -30,35 +30,32 @@ from .rows import (
     row_from,
 )
 
-BOUNDS = ("teacher", "own_decoder")
 _FORMAT_VERSION = 1
 # What is read from a file; the averages follow from the rows.
 _SAVED = ("model", "bounds", "num_parameters", "settings", "environment", "held_out", "documents")
+Interval = tuple[float, float]
 # Value and 95 % interval, `None` where a data set has none.
-Average = tuple[float, tuple[float, float] | None]
+Average = tuple[float, Interval | None]
 
 
 @dataclass
 class EvaluationReport:
     """All rows of one model's evaluation, and the averages over data sets.
 
-    Averages are plain means: a large data set weighs no more than a small one, and several seeds of a data set are
-    averaged first. Teacher-normalised scores are taken per data set and then averaged; data sets that the full context
-    does not help have none. The interval of an average follows from those of its data sets, which are independent.
+    Averages are plain means: a large data set weighs no more than a small one. Teacher-normalised scores are taken per
+    data set and then averaged; data sets that the full context does not help have none. The interval of an average
+    follows from those of its data sets, which are independent.
 
     Args:
         model: name of the model (a Hub id or a folder's last part).
         bounds: where "no_context" and "full_context" come from: "teacher" or "own_decoder".
-        rows: the scores.
+        rows: the scores, one for each data set, task and condition.
         num_parameters: the model's parameters, for plots by size.
         settings: options of the evaluation.
         environment: hardware and versions, see `environment`.
         answers: what every sample got, see `SampleAnswers`; kept out of the report's file.
         held_out: by model, whether documents of this report trained or chose it, see `check_held_out`.
         documents: data set -> the ids of its documents, see `document_id`.
-
-    Raises:
-        ValueError: bounds that are not allowed, or two rows for the same data set, task, condition and seed.
     """
 
     model: str
@@ -71,18 +68,10 @@ class EvaluationReport:
     held_out: dict[str, dict[str, Any]] = field(default_factory=dict)
     documents: dict[str, str] = field(default_factory=dict, repr=False)
 
-    def __post_init__(self) -> None:
-        if self.bounds not in BOUNDS:
-            raise ValueError(f"bounds must be one of {BOUNDS}, got {self.bounds!r}")
-        rows, self.rows = self.rows, []
-        for row in rows:
-            self.add(row)
-
-    def add(self, row: EvaluationRow) -> None:
-        """Append a row; raises `ValueError` when there is one for its data set, task, condition and seed already."""
-        if any(row.key == other.key for other in self.rows):
-            raise ValueError(f"the report has a row for (dataset, task, condition, seed) = {row.key} already")
-        self.rows.append(row)
+    def row(self, dataset: str, task: str, condition: str) -> EvaluationRow | None:
+        """Return a row, or `None` where there is none."""
+        wanted = (dataset, task, condition)
+        return next((row for row in self.rows if (row.dataset, row.task, row.condition) == wanted), None)
 
     def tasks(self) -> list[str]:
         """Tasks in the order of their first row."""
@@ -98,15 +87,11 @@ class EvaluationReport:
         numbers = [ratio for name in names if (ratio := ratio_of(name)) is not None]
         return [*numbers, *(["auto"] if ratio_condition("auto") in names else [])]
 
-    def reached_ratio(self, task: str, dataset: str | None = None) -> float | None:
-        """Context tokens a slot at ratio "auto", the mean of all data sets unless one is named; `None` if unknown."""
-        reached = [
-            row.costs.get("reached_ratio")
-            for row in self.rows
-            if (row.task, row.condition) == (task, ratio_condition("auto")) and dataset in (None, row.dataset)
-        ]
-        known = [ratio for ratio in reached if ratio is not None]
-        return math.fsum(known) / len(known) if known and len(known) == len(reached) else None
+    def reached_ratio(self, task: str) -> float | None:
+        """Context tokens a slot at ratio "auto", the mean of all data sets; `None` if unknown."""
+        rows = [row for row in self.rows if (row.task, row.condition) == (task, ratio_condition("auto"))]
+        known = [row.costs["reached_ratio"] for row in rows if "reached_ratio" in row.costs]
+        return math.fsum(known) / len(known) if known and len(known) == len(rows) else None
 
     def datasets(self, task: str, domain: str | None = None) -> list[str]:
         """Data sets of a task, of one domain or of both."""
@@ -125,24 +110,21 @@ class EvaluationReport:
         return MAIN_METRICS.get(task, self.metric_names(task)[0])
 
     def score(self, dataset: str, task: str, condition: str, metric: str) -> float:
-        """A score, averaged over its seeds; raises `ValueError` when the report does not have it."""
-        rows = self._rows_of(dataset, task, condition)
-        values = [row.metrics[metric] for row in rows if metric in row.metrics]
-        if not values:
+        """Return a score; raises `ValueError` when the report does not have it."""
+        row = self.row(dataset, task, condition)
+        if row is None or metric not in row.metrics:
             raise ValueError(f"the report has no {metric!r} of {dataset!r}, task {task!r}, condition {condition!r}")
-        return math.fsum(values) / len(values)
+        return row.metrics[metric]
 
     def macro_average(self, task: str, metric: str, domain: str | None = None) -> dict[str, float]:
         """Condition -> mean of a metric over the data sets (of one domain)."""
-        datasets = self._datasets_to_average(task, domain)
+        datasets = self.datasets(task, domain)
         return {
-            condition: math.fsum(self.score(dataset, task, condition, metric) for dataset in datasets) / len(datasets)
+            condition: _mean([self.score(dataset, task, condition, metric) for dataset in datasets])
             for condition in self.conditions(task)
         }
 
-    def macro_average_interval(
-        self, task: str, metric: str, domain: str | None = None
-    ) -> dict[str, tuple[float, float]]:
+    def macro_average_interval(self, task: str, metric: str, domain: str | None = None) -> dict[str, Interval]:
         """Condition -> 95 % interval of `macro_average`, of conditions whose data sets all have one."""
         weights = _equal_weights(self.datasets(task, domain))
         return self._intervals(task, metric, weights, self.macro_average(task, metric, domain))
@@ -153,30 +135,27 @@ class EvaluationReport:
         Source: mean-pooling paper, section 5.1, Metrics.
         """
         undefined = self.undefined_datasets(task, metric)
-        datasets = [name for name in self._datasets_to_average(task, domain) if name not in undefined]
-        shares = {
-            condition: [
-                teacher_normalized(
-                    self.score(dataset, task, condition, metric),
-                    full=self.score(dataset, task, FULL_CONTEXT, metric),
-                    none=self.score(dataset, task, NO_CONTEXT, metric),
-                )
-                for dataset in datasets
-            ]
-            for condition in self.conditions(task)
-        }
-        return {name: math.fsum(values) / len(values) if values else math.nan for name, values in shares.items()}
+        shares: dict[str, float] = {}
+        for condition in self.conditions(task):
+            shares[condition] = _mean(
+                [
+                    teacher_normalized(
+                        self.score(dataset, task, condition, metric),
+                        full=self.score(dataset, task, FULL_CONTEXT, metric),
+                        none=self.score(dataset, task, NO_CONTEXT, metric),
+                    )
+                    for dataset in self.datasets(task, domain)
+                    if dataset not in undefined
+                ]
+            )
+        return shares
 
     def undefined_datasets(self, task: str, metric: str) -> list[str]:
         """Data sets where the full context does not help, so that there is no teacher-normalised score."""
         return [
             dataset
             for dataset in self.datasets(task)
-            if not helps(
-                metric,
-                full=self.score(dataset, task, FULL_CONTEXT, metric),
-                none=self.score(dataset, task, NO_CONTEXT, metric),
-            )
+            if not helps(metric, *(self.score(dataset, task, name, metric) for name in (FULL_CONTEXT, NO_CONTEXT)))
         ]
 
     def domain_gap(self, task: str, metric: str) -> dict[int | str, float]:
@@ -192,14 +171,13 @@ class EvaluationReport:
     def averages(self, task: str, metric: str) -> dict[str, dict[str, Average]]:
         """All averages of a metric, by name and condition, each with its 95 % interval."""
         domains = [domain for domain in DOMAINS if self.datasets(task, domain)]
-        has_bounds = {NO_CONTEXT, FULL_CONTEXT} <= set(self.conditions(task))
         found: dict[str, dict[str, Average]] = {}
 
-        def note(name: str, values: Mapping[str, float], intervals: Mapping[str, tuple[float, float]]) -> None:
+        def note(name: str, values: Mapping[str, float], intervals: Mapping[str, Interval]) -> None:
             found[name] = {condition: (value, intervals.get(condition)) for condition, value in values.items()}
 
         note("macro_average", self.macro_average(task, metric), self.macro_average_interval(task, metric))
-        if has_bounds:
+        if {NO_CONTEXT, FULL_CONTEXT} <= set(self.conditions(task)):
             undefined = self.undefined_datasets(task, metric)
             defined = {
                 domain: [name for name in self.datasets(task, domain) if name not in undefined] for domain in DOMAINS
@@ -224,17 +202,17 @@ class EvaluationReport:
             (row.condition, other) for row in self.rows if row.task == task for other in row.differences
         )
         for condition, other in pairs:
-            rows = [row for dataset in datasets for row in self._rows_of(dataset, task, condition)]
+            rows = [row for row in self.rows if (row.task, row.condition) == (task, condition)]
             entries = [row.differences[other] for row in rows if other in row.differences]
-            if len(rows) == len(entries) == len(datasets) and all(entry["metric"] == metric for entry in entries):
-                mean = math.fsum(entry["difference"] for entry in entries) / len(entries)
+            if len(entries) == len(datasets) and all(entry["metric"] == metric for entry in entries):
+                mean = _mean([entry["difference"] for entry in entries])
                 interval = interval_of_mean(mean, [entry["interval"] for entry in entries])
                 found[condition, other] = mean, None if math.isnan(interval[0]) else interval
         return found
 
     def _retention_intervals(
         self, task: str, metric: str, weights: Mapping[str, float], shares: Mapping[str, float]
-    ) -> dict[str, tuple[float, float]]:
+    ) -> dict[str, Interval]:
         """Condition -> interval of a weighted sum of teacher-normalised scores, of which rows have the percentage."""
         if any(row.main_metric != metric for row in self.rows if row.task == task):
             return {}
@@ -243,28 +221,17 @@ class EvaluationReport:
 
     def _intervals(
         self, task: str, name: str, weights: Mapping[str, float], averages: Mapping[str, float]
-    ) -> dict[str, tuple[float, float]]:
-        """Condition -> interval of a weighted sum over data sets; left out where one has none or several seeds."""
+    ) -> dict[str, Interval]:
+        """Condition -> interval of a weighted sum over data sets; left out where one has none."""
         found = {}
         for condition, average in averages.items():
-            rows = [self._rows_of(dataset, task, condition) for dataset in weights]
-            ends = [row.intervals[name] for of_set in rows for row in of_set if row.intervals.get(name) is not None]
-            if not ends or any(len(of_set) != 1 for of_set in rows) or len(ends) != len(rows):
-                continue
-            interval = ends[0] if len(ends) == 1 else interval_of_mean(average, ends, list(weights.values()))
-            if interval is not None and not math.isnan(interval[0]):
-                found[condition] = interval
+            rows = [self.row(dataset, task, condition) for dataset in weights]
+            ends = [row.intervals[name] for row in rows if row is not None and name in row.intervals]
+            if ends and len(ends) == len(rows):
+                interval = ends[0] if len(ends) == 1 else interval_of_mean(average, ends, list(weights.values()))
+                if not math.isnan(interval[0]):
+                    found[condition] = interval
         return found
-
-    def _rows_of(self, dataset: str, task: str, condition: str) -> list[EvaluationRow]:
-        wanted = (dataset, task, condition)
-        return [row for row in self.rows if (row.dataset, row.task, row.condition) == wanted]
-
-    def _datasets_to_average(self, task: str, domain: str | None) -> list[str]:
-        if not (datasets := self.datasets(task, domain)):
-            where = "" if domain is None else f" in domain {domain!r}"
-            raise ValueError(f"the report has no data set for task {task!r}{where}; tasks: {self.tasks()}")
-        return datasets
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON values: NaN is `null`, an infinite score the string "inf"."""
@@ -274,7 +241,7 @@ class EvaluationReport:
             with suppress(ValueError):
                 metric = self.main_metric(task)
                 averages[task] = {"metric": metric, **self.averages(task, metric)}
-        content = {name: getattr(self, name) for name in _SAVED}
+        content = {name: vars(self)[name] for name in _SAVED}
         rows = [asdict(row) for row in self.rows]
         return plain_json({"format_version": _FORMAT_VERSION, **content, "rows": rows, "averages": averages})
 
@@ -293,6 +260,10 @@ class EvaluationReport:
             return cls(rows=rows, **{name: content[name] for name in _SAVED if name in content})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not an evaluation report: {error}") from error
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
 
 
 def _equal_weights(datasets: Sequence[str], sign: int = 1) -> dict[str, float]:

@@ -45,14 +45,14 @@ def _rows_table(report: EvaluationReport, task: str) -> str:
     conditions, datasets = report.conditions(task), report.datasets(task)
     rows = sorted(
         (row for row in report.rows if row.task == task),
-        key=lambda row: (datasets.index(row.dataset), row.seed, conditions.index(row.condition)),
+        key=lambda row: (datasets.index(row.dataset), conditions.index(row.condition)),
     )
     costs = [name for name in _COSTS if any(name in row.costs for row in rows)]
     seconds = [name for name in _SECONDS if any(name in row.seconds for row in rows)]
     kept = [RETENTION] if any(row.retention is not None for row in rows) else []
-    header = ["data set", "domain", "seed", "condition", "samples", "documents", "truncated"]
+    header = ["data set", "domain", "condition", "samples", "documents", "truncated"]
     body = [
-        [row.dataset, row.domain, row.seed, row.condition, row.num_samples, row.num_documents or "-"]
+        [row.dataset, row.domain, row.condition, row.num_samples, row.num_documents or "-"]
         + [row.num_truncated, *(_with_interval(row.metrics.get(metric), row, metric) for metric in metrics)]
         + [_with_interval(row.retention, row, RETENTION) for _ in kept]
         + [_text(row.costs.get(name)) for name in costs]
@@ -68,7 +68,7 @@ def _differences_table(report: EvaluationReport, task: str) -> str | None:
     rows = [row for row in report.rows if row.task == task and row.differences]
     body = [
         [
-            *(row.dataset, row.seed, row.condition, other, entry["metric"], row.num_samples),
+            *(row.dataset, row.condition, other, entry["metric"], row.num_samples),
             *(row.num_documents or "-", _text(entry["difference"]) + _brackets(entry["interval"])),
             verdict(entry["interval"], entry["metric"]),
         ]
@@ -81,8 +81,8 @@ def _differences_table(report: EvaluationReport, task: str) -> str | None:
     means = report.mean_differences(task, metric) if len(report.datasets(task)) > 1 else {}
     for (condition, other), (difference, interval) in means.items():
         cells = [_text(difference) + _brackets(interval), verdict(interval or (math.nan, math.nan), metric)]
-        body.append(["mean over data sets", "-", condition, other, metric, "-", "-", *cells])
-    header = ["data set", "seed", "slots", "text", "metric", "samples", "documents", "difference", "slots are"]
+        body.append(["mean over data sets", condition, other, metric, "-", "-", *cells])
+    header = ["data set", "slots", "text", "metric", "samples", "documents", "difference", "slots are"]
     title = "Slots less text at the same number of positions, on the same questions"
     return f"{title}:\n\n" + markdown_table(header, body)
 

@@ -66,11 +66,8 @@ class GivenTokens:
 class Tally:
     """What a condition has scored on one task of one data set; arrays and lists have an entry for each sample.
 
-    Args:
-        samples: what was asked.
-        targets: scores of the given targets, if any were given.
-        recovered: scores of what was written, given once more.
-        position_bytes: bytes of a position in the decoder's cache; NaN where they are not known.
+    `targets` has scores of the given targets, `recovered` those of what was written, given once more. `position_bytes`
+    is NaN where the bytes of a position in the decoder's cache are not known.
     """
 
     samples: Sequence[Sample]
@@ -118,7 +115,7 @@ class Tally:
             found |= self._means(rouge_scores)
             if self.targets is not None:
                 found["answer_perplexity"] = self.targets.perplexity()
-        elif task == "summarisation":
+        elif task == "summarization":
             found |= self._means(rouge_scores)
             found |= self._means(lambda *texts: {"rougeLsum": rouge_lsum(*texts)})
         elif self.targets is not None:
@@ -232,7 +229,7 @@ def add_results(
             for other in _same_positions(name)
             if other in statistics
         }
-        report.add(
+        report.rows.append(
             EvaluationRow(
                 dataset.name,
                 dataset.domain,
@@ -240,7 +237,6 @@ def add_results(
                 name,
                 scores,
                 len(samples),
-                seed,
                 sum(sample.truncated for sample in samples),
                 num_documents,
                 intervals,

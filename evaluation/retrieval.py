@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from statistics import mean
 from typing import Any
@@ -29,12 +28,14 @@ from .bootstrap import mean_statistic, percentile_interval, resampled_scores
 from .evaluate import model_label, weights_and_configuration
 from .held_out import Sources, check_sources
 from .rows import SampleAnswers, ratio_condition
+from .settings import EvaluationSettings
 
 TextVectors = list[Tensor]
 # Metric -> each query's score, in percent.
 QueryScores = dict[str, list[float]]
 # Documents of each query that are kept, and those that are scored at once.
 TOP_K, CHUNK_SIZE = 100, 1000
+MAX_DOCUMENT_TOKENS = 512
 
 
 @torch.inference_mode()
@@ -174,12 +175,9 @@ def evaluate_retrieval(
     tokenizer: PreTrainedTokenizerBase,
     judged: JudgedQueries,
     ratio: int,
-    max_query_tokens: int = 64,
-    max_document_tokens: int = 512,
-    batch_size: int = 32,
+    settings: EvaluationSettings,
     progress: bool = False,
-    on_scores: Callable[[QueryScores], Any] = lambda scores: None,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], QueryScores]:
     """Rank a corpus for every query at one ratio of both; the corpus is read, encoded and scored part by part.
 
     Args:
@@ -187,31 +185,29 @@ def evaluate_retrieval(
         tokenizer: the one saved with it.
         judged: queries, what answers them, and the corpus.
         ratio: tokens per vector of queries and documents.
-        max_query_tokens: queries are cut to so many tokens, and counted.
-        max_document_tokens: documents likewise.
-        batch_size: texts in one pass.
+        settings: of these `batch_size`, and the lengths that queries and documents are cut to, and counted.
         progress: whether to show how many documents are done.
-        on_scores: called with each query's scores.
 
     Returns:
         A row of results: [`ranking_scores`], what was cut, how many vectors there are, and what they save beside one
-        vector for each token: in storage tokens by vectors, in scoring pairs of tokens by pairs of vectors.
+        vector for each token: in storage tokens by vectors, in scoring pairs of tokens by pairs of vectors; and each
+        query's scores.
     """
     tokenizer = text_tokenizer(tokenizer)
-    side = _Side(model, TextEncoder(tokenizer, max_query_tokens), ratio, batch_size)
-    queries = side.vectors(judged.queries)
-    documents = _Side(model, TextEncoder(tokenizer, max_document_tokens), ratio, batch_size)
-    rankings = Rankings(judged.query_ids)
+    longest = (settings.max_query_tokens, settings.max_context_tokens or MAX_DOCUMENT_TOKENS)
+    side, documents = (
+        _Side(model, TextEncoder(tokenizer, max_tokens), ratio, settings.batch_size) for max_tokens in longest
+    )
+    queries, rankings = side.vectors(judged.queries), Rankings(judged.query_ids)
+    stream = iter(judged.documents())
     with tqdm(unit="document", desc=f"ratio {ratio}", disable=not progress) as bar:
-        for chunk in _chunks(judged.documents()):
+        while chunk := list(islice(stream, CHUNK_SIZE)):
             scores = score_texts(queries, documents.vectors([text for _, text in chunk]), model.device)
             rankings.add([key for key, _ in chunk], scores)
             bar.update(len(chunk))
     scores_of_queries = query_scores(rankings.documents(), judged)
-    on_scores(scores_of_queries)
-    size, per_query = model.config.hidden_size, side.num_vectors / side.num_texts
     storage = documents.num_tokens / documents.num_vectors
-    return {
+    row = {
         "compression": model.config.compression,
         "query_ratio": ratio,
         "document_ratio": ratio,
@@ -219,14 +215,14 @@ def evaluate_retrieval(
         "documents": documents.num_texts,
         "queries_cut": side.num_cut,
         "documents_cut": documents.num_cut,
-        "vector_size": size,
-        "vectors_per_query": per_query,
+        "vector_size": model.config.hidden_size,
+        "vectors_per_query": side.num_vectors / side.num_texts,
         "vectors_per_document": documents.num_vectors / documents.num_texts,
-        "index_bytes_float32": 4 * size * documents.num_vectors,
-        "scoring_flops_per_query": 2 * size * documents.num_vectors * per_query,
+        "index_bytes_float32": 4 * model.config.hidden_size * documents.num_vectors,
         "storage_saving": storage,
         "scoring_saving": storage * side.num_tokens / side.num_vectors,
     }
+    return row, scores_of_queries
 
 
 class _Side:
@@ -246,11 +242,6 @@ class _Side:
         return vectors
 
 
-def _chunks(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    stream = iter(documents)
-    return iter(lambda: list(islice(stream, CHUNK_SIZE)), [])
-
-
 def judged_documents(judged: JudgedQueries) -> tuple[list[Sources], str]:
     """What an evaluation reports on, from one reading of the corpus."""
     digest = hashlib.sha256(repr((judged.query_ids, judged.queries, judged.grades)).encode())
@@ -264,29 +255,23 @@ def judged_documents(judged: JudgedQueries) -> tuple[list[Sources], str]:
     return [Sources(*pair) for pair in zip(judged.query_ids, answers, strict=True)], digest.hexdigest()[:16]
 
 
-def evaluate_bm25(
-    judged: JudgedQueries, on_scores: Callable[[QueryScores], Any] = lambda scores: None
-) -> dict[str, Any]:
+def evaluate_bm25(judged: JudgedQueries) -> tuple[dict[str, Any], QueryScores]:
     """The row of BM25 with bm25s' defaults and English stop words, whose index holds the corpus in memory."""
     import bm25s
 
-    documents = list(judged.documents())
-    if not documents:
-        raise ValueError("the corpus has no document")
-    ids, texts = zip(*documents, strict=True)
+    ids, texts = zip(*judged.documents(), strict=True)
     index = bm25s.BM25()
     index.index(bm25s.tokenize(list(texts), stopwords="en", show_progress=False), show_progress=False)
-    rankings = Rankings(judged.query_ids)
     queries = bm25s.tokenize(judged.queries, stopwords="en", show_progress=False, return_ids=False)
     known = [[word for word in query if word in index.vocab_dict] for query in queries]
     nothing = np.zeros(len(ids), dtype=np.float32)
     scores = torch.from_numpy(np.stack([index.get_scores(query) if query else nothing for query in known]))
+    rankings = Rankings(judged.query_ids)
     # What shares no word with a query is not found.
     rankings.add(ids, scores.masked_fill(scores <= 0, -torch.inf))
-    scores_of_queries = query_scores(rankings.documents(), judged)
-    on_scores(scores_of_queries)
+    found = query_scores(rankings.documents(), judged)
     row = {"model": "BM25", "query_ratio": None, "document_ratio": None}
-    return {**row, **ranking_scores(scores_of_queries), "documents": len(ids)}
+    return {**row, **ranking_scores(found), "documents": len(ids)}, found
 
 
 def retrieval_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -311,25 +296,15 @@ def evaluate_collection(
     tokenizer: PreTrainedTokenizerBase,
     judged: JudgedQueries,
     collection: str,
-    *,
-    ratios: Sequence[int] | None = None,
-    bm25: bool = False,
-    records: Mapping[str, TrainingDocuments | None] | None = None,
-    allow_trained_documents: bool = False,
-    max_query_tokens: int = 64,
-    max_document_tokens: int = 512,
-    batch_size: int = 32,
+    settings: EvaluationSettings,
+    records: Mapping[str, TrainingDocuments | None],
 ) -> tuple[dict[str, Any], list[SampleAnswers]]:
-    """Rank a corpus at several ratios, beside BM25 if wanted.
+    """Rank a corpus at several ratios, beside BM25 if `alternatives` has it.
 
     Args:
-        model, tokenizer, judged, max_query_tokens, max_document_tokens, batch_size: as in `evaluate_retrieval`.
+        model, tokenizer, judged, settings: as in `evaluate_retrieval`.
         collection: what results call queries and corpus.
-        ratios: the checkpoint's own when `None`.
-        bm25: also rank with BM25.
-        records: by name, what trained and chose the model; what stands beside its weights when `None`. Held out are
-            the documents that answer a query.
-        allow_trained_documents: also rank where these trained or chose it; the results say so.
+        records: by name, what trained and chose the model. Held out are the documents that answer a query.
 
     Returns:
         What a result file holds, a row for BM25 and for each ratio, and what every query got.
@@ -337,34 +312,33 @@ def evaluate_collection(
     Raises:
         ValueError: documents that trained the model or chose it.
     """
-    name = model_label(model.name_or_path)
-    if records is None:
-        records = {name: TrainingDocuments.of(model.name_or_path, on_hub=True)}
+    name, allow_trained = model_label(model.name_or_path), settings.allow_trained_documents
     queries, digest = judged_documents(judged)
-    lengths = {"max_query_tokens": max_query_tokens, "max_document_tokens": max_document_tokens}
     content: dict[str, Any] = {
         "format_version": 2,
         "model": name,
         "settings": {
             "collection": collection,
-            **lengths,
-            "batch_size": batch_size,
-            "allow_trained_documents": allow_trained_documents,
+            "max_query_tokens": settings.max_query_tokens,
+            "max_document_tokens": settings.max_context_tokens or MAX_DOCUMENT_TOKENS,
+            "batch_size": settings.batch_size,
+            "allow_trained_documents": allow_trained,
             "dtype": str(model.dtype),
             **weights_and_configuration(model),
             "samples": digest,
         },
         "device": model.device.type,
         "environment": environment(),
-        "held_out": check_sources({collection: queries}, records, allow_trained_documents),
+        "held_out": check_sources({collection: queries}, records, allow_trained),
         "documents": {collection: " ".join(sorted({id_ for query in queries for id_ in query.source_ids}))},
     }
+    rows: list[dict[str, Any]] = []
     scores: dict[str, QueryScores] = {}
-    rows = [evaluate_bm25(judged, partial(scores.__setitem__, "bm25"))] if bm25 else []
-    for ratio in ratios or sorted(model.config.compression_ratios):
-        note = partial(scores.__setitem__, ratio_condition(ratio))
-        row = evaluate_retrieval(
-            model, tokenizer, judged, ratio, **lengths, batch_size=batch_size, progress=True, on_scores=note
-        )
+    if "bm25" in settings.alternatives:
+        row, scores["bm25"] = evaluate_bm25(judged)
+        rows.append(row)
+    for ratio in settings.ratios or sorted(model.config.compression_ratios):
+        row, of_queries = evaluate_retrieval(model, tokenizer, judged, int(ratio), settings, progress=True)
         rows.append({"model": name, **row})
+        scores[ratio_condition(ratio)] = of_queries
     return {**content, "rows": rows}, query_answers(collection, judged, scores)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from ..configuration.nearest_names import as_spelled_now
+
 DOMAINS = ("in", "out")
 NO_CONTEXT = "no_context"
 FULL_CONTEXT = "full_context"
@@ -16,7 +18,7 @@ BENCHMARK_SCORE = "benchmark_score"
 # The metric that stands for a task in averages and plots.
 MAIN_METRICS = {
     "question_answering": "f1",
-    "summarisation": "rougeL",
+    "summarization": "rougeL",
     "reconstruction": "token_accuracy",
     "continuation": "perplexity",
     "retrieval": "ndcg_at_10",
@@ -67,7 +69,6 @@ class EvaluationRow:
         condition: "no_context", "full_context", "ratio=4" and so on.
         metrics: name -> score, as `metrics.py` defines them.
         num_samples: number of samples behind the scores.
-        seed: the seed that drew the samples.
         num_truncated: samples whose context was cut to fit the model.
         num_documents: number of different documents, see `Sample`; `None` where it is not known.
         intervals: metric, or "retention", -> both ends of its 95 % bootstrap interval over documents; NaN where there
@@ -90,7 +91,6 @@ class EvaluationRow:
     condition: str
     metrics: dict[str, float]
     num_samples: int
-    seed: int = 0
     num_truncated: int = 0
     num_documents: int | None = None
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -107,11 +107,6 @@ class EvaluationRow:
     def main_metric(self) -> str:
         """The metric that differences and retention are of."""
         return BENCHMARK_SCORE if BENCHMARK_SCORE in self.metrics else MAIN_METRICS.get(self.task, "")
-
-    @property
-    def key(self) -> tuple[str, str, str, int]:
-        """What makes a row unique in a report."""
-        return self.dataset, self.task, self.condition, self.seed
 
 
 @dataclass(frozen=True)
@@ -136,6 +131,7 @@ def row_from(content: dict[str, Any]) -> EvaluationRow:
     """Read a row from its JSON values; files of earlier versions lack some fields, and have others."""
     known = {of_row.name for of_row in fields(EvaluationRow)}
     read = {name: value for name, value in content.items() if name in known}
+    read["task"] = as_spelled_now(content["task"])
     read["metrics"] = {name: number_of(value) for name, value in content["metrics"].items()}
     read["intervals"] = {name: _interval_of(ends) for name, ends in content.get("intervals", {}).items()}
     if content.get("retention") is not None:

@@ -13,19 +13,18 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.document_ids import document_id, ends_as_source, source_ids
 from ..data.prompts import TASKS, format_prompt
-from ..data.rows import answer_text
+from ..data.rows import PassageText, answer_text
 from ..data.sources import is_of_benchmark
 from ..modeling.parts.chat_template import before_answer
 from ..modeling.parts.chat_template import prompt_ids as make_prompt_ids
 from ..modeling.parts.prompting import cut_passages
 from ..modeling.parts.text_ids import encode, prefix_ids
 from .benchmark_metrics import BenchmarkMetric, benchmark_max_new_tokens, benchmark_metric
-from .rows import DOMAINS
 from .settings import WRITTEN_TASKS, EvaluationSettings
 
 logger = logging.getLogger(__name__)
 
-_READ_AS_TEXT = {"question_answering": ("context", "question"), "summarisation": ("context", "summary")}
+_READ_AS_TEXT = {"question_answering": ("context", "question"), "summarization": ("context", "summary")}
 # Not blank, but for a benchmark's questions, of which some tasks have none.
 _WRITTEN = ("question", "summary")
 _SKIP = "; `skip_incomplete: true` of a source leaves such rows out"
@@ -42,9 +41,6 @@ class EvaluationDataset:
         max_samples: samples per task, drawn by the seed; the evaluation's own number when `None`.
         only: the tasks that it serves, as far as its columns allow; all of those when empty.
         source: what it was read from, for the report, see `source_in_report`.
-
-    Raises:
-        ValueError: a domain that is not allowed, or no examples.
     """
 
     name: str
@@ -54,18 +50,12 @@ class EvaluationDataset:
     only: tuple[str, ...] = ()
     source: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.domain not in DOMAINS:
-            raise ValueError(f"domain of data set {self.name!r} must be one of {DOMAINS}, got {self.domain!r}")
-        if not len(self.examples):
-            raise ValueError(f"data set {self.name!r} has no examples")
-
     def tasks(self) -> tuple[str, ...]:
         """The tasks that its columns allow, of those that it serves."""
         columns = set(self.examples[0]).intersection(*self.examples)
         needs = {
             "question_answering": {"context", "question", "answers"} <= columns,
-            "summarisation": {"context", "summary"} <= columns,
+            "summarization": {"context", "summary"} <= columns,
             "continuation": bool({"text", "context"} & columns),
             "reconstruction": bool({"text", "context"} & columns),
         }
@@ -110,12 +100,10 @@ _SHORTEST_TEXT = 2
 class SampleBuilder:
     """Makes the samples of a task, and keeps each within the model's positions.
 
-    EOS ends every answer and summary, and a continuation that comes to the end of its text. A text that was merely
-    cut, here or by whoever names its `source_texts`, has none behind it, and a reconstruction never has one.
+    EOS ends every answer and summary, and a continuation that comes to the end of its text. A text that was cut has
+    none behind it, and a reconstruction never has one.
 
     Args:
-        tokenizer: makes the token ids.
-        settings: of these the lengths, the seed, prompts and prefix, and what happens to long contexts.
         max_positions: positions for context, prompt and target together, `None` for no limit.
         max_context_tokens: most tokens of a context; the settings' own when `None`.
         context_per_position: tokens of a context to a position of the decoder: 1 where anything reads contexts in
@@ -138,12 +126,7 @@ class SampleBuilder:
     def build(
         self, dataset: EvaluationDataset, task: str, max_samples: int | None = None, least_tokens: int = _SHORTEST_TEXT
     ) -> list[Sample]:
-        """Make the samples of a task: all of them, or as many as are wanted, drawn by the seed.
-
-        The same ones are drawn whatever else is evaluated.
-        """
-        if task not in dataset.tasks():
-            raise ValueError(f"data set {dataset.name!r} cannot serve {task}; its columns allow {dataset.tasks()}")
+        """Make the samples of a task: all, or as many as are wanted, drawn by the seed whatever else is evaluated."""
         examples = self._of_allowed_length(task, _examples_of(task, dataset), dataset.name, least_tokens)
         max_samples = max_samples if dataset.max_samples is None else dataset.max_samples
         if max_samples is not None and max_samples < len(examples):
@@ -218,7 +201,8 @@ class SampleBuilder:
             target_ids = [*encode(self.tokenizer, answer), eos]
             # Tokenized apart, as in training.
             context_ids = [*self.prefix_ids, *encode(self.tokenizer, example["context"])]
-            passages = getattr(example["context"], "passages", ())
+            context = example["context"]
+            passages = context.passages if isinstance(context, PassageText) else ()
             limit, metric = benchmark_max_new_tokens(example), benchmark_metric(example)
             return Sample(
                 context_ids,
@@ -305,11 +289,11 @@ def _examples_of(task: str, dataset: EvaluationDataset) -> list[dict[str, Any]]:
     if task == "question_answering":
         answers = [accepted_answers(example["answers"], dataset.name, row) for row, example in enumerate(rows)]
         return [{**example, "answers": accepted} for example, accepted in zip(rows, answers, strict=True)]
-    column = "context" if task == "summarisation" else "text"
+    column = "context" if task == "summarization" else "text"
     # Rows with one text are one sample; several summaries of it are its references.
     by_text: dict[str, dict[str, Any]] = {}
     for row, example in enumerate(rows):
-        text = example["context"] if task == "summarisation" else example.get("text") or example.get("context") or ""
+        text = example["context"] if task == "summarization" else example.get("text") or example.get("context") or ""
         _check_text(text, column, dataset.name, row)
         known = by_text.setdefault(text, {column: text, "id": example["id"], "source_texts": [], "answers": []})
         known["source_texts"] = list(dict.fromkeys([*known["source_texts"], *(example.get("source_texts") or ())]))
@@ -325,20 +309,11 @@ def _check_text(value: Any, column: str, name: str, row: int) -> None:
 def accepted_answers(value: Any, name: str, row: int) -> list[str]:
     """The accepted answers, from a list of texts, a single answer, or SQuAD's mapping with `text`."""
     found = value.get("text") if isinstance(value, Mapping) else value
-    is_list = isinstance(found, Sequence) and not isinstance(found, (str, bytes))
-    if found is None or (is_list and not found):
+    is_list = isinstance(found, Sequence) and not isinstance(found, str)
+    answers = list(found) if is_list else [] if found is None else [answer_text(found)]
+    if not answers or not all(isinstance(answer, str) and answer.strip() for answer in answers):
         raise ValueError(
-            f"data set {name!r} has a question without answers in row {row} (counted from 0): got {value!r}, a list "
-            'of strings is needed; keep only the rows with one, e.g. by `dataset.filter(lambda row: row["answers"])`'
+            f"data set {name!r}: answers must be one or more texts, none blank, got {value!r} in row {row} (counted "
+            f"from 0){_SKIP}"
         )
-    try:
-        answers = list(found) if is_list else [answer_text(found)]
-    except TypeError as error:
-        raise ValueError(f"data set {name!r}: {error} in row {row} (counted from 0)") from error
-    if not all(isinstance(answer, str) for answer in answers):
-        raise ValueError(
-            f"data set {name!r}: answers in a list must be texts, got {value!r} in row {row} (counted from 0)"
-        )
-    if not all(map(str.strip, answers)):
-        raise ValueError(f"data set {name!r} has a blank answer in row {row} (counted from 0): got {value!r}{_SKIP}")
     return answers

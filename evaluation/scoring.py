@@ -48,18 +48,13 @@ Memories = dict[int | str | None, Any]
 
 @dataclass(frozen=True)
 class Condition:
-    """How the context reaches the model.
+    """How the context reaches the model: compressed at `ratio`, in words, or not at all.
 
     Args:
-        name: the condition's name in the report.
-        model: the model that reads and writes.
-        ratio: compress at this ratio, a number or "auto"; `None` for the conditions without compression.
         with_context: without compression: whether the context stands in front of the prompt, in words.
-        task_token: without compression: whether the method's task token stands in front of the prompt, behind the
-            context.
+        task_token: without compression: whether the method's task token stands in front of the prompt.
         active: makes the context manager to run the model in.
         selection: one of `ALTERNATIVES`: keeps so many of the context's tokens as it has slots at `budget_ratio`.
-        budget_ratio: a ratio that the contexts are compressed at, too.
     """
 
     name: str
@@ -398,5 +393,5 @@ def _now(device: torch.device) -> float:
 
 def _position_bytes(model: PreTrainedModel) -> float:
     """See [`position_bytes`]; NaN of an encoder-decoder, whose decoder reads slots by cross-attention."""
-    config = getattr(model.config, "decoder_config", model.config)
+    config = model.config.get_text_config(decoder=True)
     return math.nan if config.is_encoder_decoder else position_bytes(config, model.dtype)

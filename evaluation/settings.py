@@ -14,7 +14,7 @@ ALTERNATIVES = ("cut", "bm25", "self_information", "keep_drop")
 NUM_RESAMPLES = 2000
 DEFAULT_TASKS = ("question_answering", "reconstruction", "continuation")
 # Tasks whose answers are written token by token from a question or an instruction.
-WRITTEN_TASKS = ("question_answering", "summarisation")
+WRITTEN_TASKS = ("question_answering", "summarization")
 TRUNCATION_SIDES = ("right", "left")
 MEMORY_DTYPES = ("bfloat16", "float16", "int8", "int4", "int2")
 _COUNTS = ("batch_size", "context_tokens", "continuation_tokens", "num_resamples", "max_samples", "max_context_tokens")
@@ -65,7 +65,8 @@ class EvaluationSettings:
         task_tokens_in_bounds: in the two bounds, too, a text starts with the compressor's own task token, as in EPL's
             FullContext and NoContext, where only these tokens train.
         max_context_tokens: most tokens of a context, prefix included; as many as the model has positions for when
-            `None`.
+            `None`; of a document of retrieval, 512.
+        max_query_tokens: most tokens of a query of retrieval.
         leave_out_long: leave out questions and summaries whose contexts have more than `max_context_tokens` before
             samples are drawn, and count them, as in mean pooling's Table 2.
         truncate_context: cut contexts that do not fit, and count them, instead of raising.
@@ -87,7 +88,7 @@ class EvaluationSettings:
     alternatives: tuple[str, ...] = ()
     text_compressor: str | None = None
     num_resamples: int = NUM_RESAMPLES
-    max_new_tokens: dict[str, int] = field(default_factory=lambda: {"question_answering": 32, "summarisation": 128})
+    max_new_tokens: dict[str, int] = field(default_factory=lambda: {"question_answering": 32, "summarization": 128})
     context_tokens: int = 256
     continuation_tokens: int = 64
     reconstruction_bleu: bool = False
@@ -105,6 +106,7 @@ class EvaluationSettings:
     ratios_only: bool = False
     task_tokens_in_bounds: bool = False
     max_context_tokens: int | None = None
+    max_query_tokens: int = 64
     leave_out_long: bool = False
     truncate_context: bool = False
     truncation_side: str = "right"
@@ -122,14 +124,14 @@ class EvaluationSettings:
         if self.memory_dtype is not None:
             check_choice("memory_dtype", self.memory_dtype, MEMORY_DTYPES)
         for name in ("tasks", "ratios", "restoration_lengths", "alternatives"):
-            values = getattr(self, name)
+            values = vars(self)[name]
             if values is not None and len(set(values)) < len(values):
                 raise ValueError(f"{name} must be different ones, got {list(values)}")
         if not self.tasks or any(ratio != "auto" and not int(ratio) >= 1 for ratio in self.ratios or ()):
             raise ValueError(f"tasks must not be empty, and ratios at least 1, got {self.tasks} and {self.ratios}")
         for name in _COUNTS:
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if (value := vars(self)[name]) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.leave_out_long and self.max_context_tokens is None:
             raise ValueError("leave_out_long leaves out what is longer than max_context_tokens: give a number")
         if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:

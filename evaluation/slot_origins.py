@@ -27,11 +27,7 @@ def context_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def one_chunk(
     backbone: CompressorBackbone, input_ids: Tensor, attention_mask: Tensor | None, ratio: int | None
 ) -> tuple[Chunks, int | Tensor]:
-    """Contexts, each as a chunk of its own, and the ratio that they are compressed at.
-
-    Args:
-        input_ids: `(batch_size, num_tokens)`.
-    """
+    """Contexts `(batch_size, num_tokens)`, each as one chunk, and the ratio that they are compressed at."""
     config, context = backbone.config, backbone.context_rows(input_ids, attention_mask)
     check_together(context)
     ratios = check_ratios([ratio], config.compression_ratios, input_ids, False)
@@ -64,19 +60,9 @@ class InformationFlow:
 def information_flow(
     backbone: Any, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: int | None = None
 ) -> InformationFlow:
-    """Which layers and which tokens the slots are made of (ComprExIT, Figures 3 to 5 and 7).
+    """Which layers and which tokens the slots of contexts of one chunk are made of (ComprExIT, Figures 3 to 5 and 7).
 
-    Args:
-        backbone: of a compressor with a transmission plan.
-        input_ids: contexts `(batch_size, num_tokens)` of at most one chunk.
-        attention_mask: their mask.
-        ratio: one of the checkpoint's; its default if not given.
-
-    Returns:
-        The weights; tokens and slots stand left-aligned, and pads have zero.
-
-    Raises:
-        ValueError: a context of several chunks, or no context tokens at all; as `compress` besides.
+    Tokens and slots stand left-aligned, and pads have zero.
     """
     chunks, chunk_ratio = one_chunk(backbone, input_ids, attention_mask, ratio)
 
@@ -100,19 +86,12 @@ def attention_by_head(
 ) -> tuple[Tensor, ...]:
     """How much each memory token attends to each context token, by layer (EPL, Figures 6 and 7).
 
-    Args:
-        backbone: of a compressor whose encoder reads memory tokens behind the context.
-        input_ids: contexts `(batch_size, num_tokens)` of at most one chunk.
-        attention_mask: their mask.
-        ratio: one of the checkpoint's; its default if not given.
-
     Returns:
         For each layer `(batch_size, num_heads, num_memory_tokens, num_tokens)`; context tokens stand left-aligned,
         and pads have zero. A row sums up to less than 1: the rest went to the memory tokens themselves.
 
     Raises:
-        ValueError: a method without memory tokens, a context of several chunks, or no context tokens at all; as
-            `compress` besides.
+        ValueError: a method without memory tokens, or a context of several chunks.
     """
     if origin_kind(backbone) != ATTENTION:
         raise ValueError(f"{type(backbone).__name__} has no memory tokens in its encoder whose attention can be shown")

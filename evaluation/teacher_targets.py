@@ -26,14 +26,14 @@ from ..modeling.parts.text_ids import start_token_id, text_tokenizer
 from ..reporting.environment import environment
 from ..reporting.result_files import write_json
 from .data_sets import data_set_name, load_datasets, source_in_report
-from .evaluate import can_compress, greedy_decoding, model_label
+from .evaluate import can_compress, greedy_decoding, max_positions, model_label
 from .rows import FULL_CONTEXT
 from .samples import EvaluationDataset, SampleBuilder
 from .scoring import Condition, Scorer, end_ids
 from .settings import EvaluationSettings
 
 # Task -> the column that the teacher writes.
-TARGET_COLUMNS = {"question_answering": "answers", "summarisation": "summary"}
+TARGET_COLUMNS = {"question_answering": "answers", "summarization": "summary"}
 # Rows that are sorted by length together, and written together.
 _BATCHES_AT_ONCE = 16
 _SETTINGS = ("prompt_format", "context_prefix", "max_context_tokens", "truncate_context", "truncation_side", "seed")
@@ -52,32 +52,28 @@ def write_targets(
 ) -> dict[str, Any]:
     """Let a language model answer, greedily and from the whole context, what a compressor shall learn to answer.
 
-    Each row of the sources becomes one line, in their order: `id`, `source`, `context` as it was read, `question`,
-    `source_texts` where the source has them, and as `answers` a list with what the teacher wrote, or `summary`;
-    `finished` is false where the limit cut it, and `truncated` is true where the teacher read a part of the context.
-    What it left empty is an empty list or text; contexts are lists of passages where any source's are. A recipe reads
-    the file as any other source. Training on it is sequence-level distillation (Kim and Rush, 2016), as PISCO does;
-    the objective `distillation` compares every token's scores instead.
+    Each row of the sources becomes one line, in their order: `id`, `source`, `context`, `question`, `source_texts`
+    where the source has them, and as `answers` a list with what the teacher wrote, or `summary`; `finished` is false
+    where the limit cut it, and `truncated` is true where the teacher read a part of the context. Contexts are lists of
+    passages where any source's are. A recipe reads the file as any other source: training on it is sequence-level
+    distillation (Kim and Rush, 2016), as PISCO does.
 
     Args:
         teacher: a causal language model.
         tokenizer: its tokenizer.
         sources: as in a recipe, or in any other form that `parse_sources` takes; their answers are not read.
         output: the JSONL file; folders are made. Beside it, `<output>.json` records teacher, settings and counts.
-        task: "question_answering" or "summarisation".
-        settings: of an evaluation; of these `batch_size`, `max_new_tokens`, `prompts` (each task's first),
-            `prompt_format`, `context_prefix`, `max_context_tokens`, `truncate_context`, `truncation_side` and `seed`.
+        task: "question_answering" or "summarization".
+        settings: of an evaluation: lengths, prompts, truncation and seed.
         data_dir: folder that local paths are relative to.
         progress: whether to show a progress bar.
 
     Returns:
-        The record: "teacher", its weights' fingerprint, the settings, "sources", the "source" that a recipe takes,
-        with the licences of all of them, and the counts "rows", "unfinished", "empty" and "truncated".
+        The record, with the counts "rows", "unfinished", "empty" and "truncated".
 
     Raises:
         TypeError: the teacher is a compressor, or no causal language model.
-        ValueError: a task that is not allowed, sources without rows or columns, a context that does not fit and may
-            not be cut, or an `output` that is there.
+        ValueError: sources without rows or columns, a context that does not fit, or an `output` that is there.
     """
     check_choice("task", task, TARGET_COLUMNS)
     if can_compress(teacher) or not teacher.can_generate() or teacher.config.is_encoder_decoder:
@@ -87,29 +83,17 @@ def write_targets(
         raise ValueError(f"{path} is there: name another file")
     parsed = parse_sources(sources, split="train")
     tables = [_asked_rows(source, task, tokenizer, data_dir, settings.seed) for source in parsed]
-    builder = SampleBuilder(
-        tokenizer,
-        settings,
-        getattr(teacher.config.get_text_config(decoder=True), "max_position_embeddings", None),
-    )
+    builder = SampleBuilder(tokenizer, settings, max_positions([teacher.config]))
     # A file's column has one type.
     has_lists = any(is_list(table["context"].type) for table in tables)
     reader = Condition(FULL_CONTEXT, teacher.eval(), with_context=True)
     scorer = Scorer(teacher, tokenizer, [reader], start_token_id(tokenizer), settings)
     counts = Counter(rows=0, unfinished=0, empty=0, truncated=0)
-    total = sum(table.num_rows for table in tables)
-
-    def groups() -> Iterator[list[dict[str, Any]]]:
-        rows = (row for table, source in zip(tables, parsed, strict=True) for row in _row_by_row(table, source))
-        return iter(lambda: list(islice(rows, settings.batch_size * _BATCHES_AT_ONCE)), [])
-
-    if not settings.truncate_context:
-        # A context that does not fit is refused before hours of writing, not behind them.
-        for group in groups():
-            builder.build(_asked(group), task)
+    rows = (row for table, source in zip(tables, parsed, strict=True) for row in _row_by_row(table, source))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file, tqdm(total=total, unit="row", disable=not progress) as bar:
-        for group in groups():
+    draft, total = path.with_name(f"{path.name}.part"), sum(table.num_rows for table in tables)
+    with draft.open("w", encoding="utf-8") as file, tqdm(total=total, unit="row", disable=not progress) as bar:
+        while group := list(islice(rows, settings.batch_size * _BATCHES_AT_ONCE)):
             for row in _written(group, task, builder, scorer):
                 if has_lists and isinstance(row["context"], str):
                     row["context"] = [row["context"]]
@@ -117,45 +101,28 @@ def write_targets(
                 is_empty = not row[TARGET_COLUMNS[task]]
                 counts.update(rows=1, unfinished=not row["finished"], empty=is_empty, truncated=row["truncated"])
             bar.update(len(group))
-    record = _record(teacher, parsed, path, task, settings) | dict(counts)
-    write_json(record, path.with_name(f"{path.name}.json"))
-    return record
-
-
-def _record(
-    teacher: PreTrainedModel, sources: Sequence[DataSource], path: Path, task: str, settings: EvaluationSettings
-) -> dict[str, Any]:
-    """How the targets were made, and what a recipe and a card need."""
-    name = model_label(teacher.name_or_path or type(teacher).__name__)
-    licences = dict.fromkeys(source.licence or ("Apache-2.0" if source.generated else None) for source in sources)
-    titles = ", ".join(dict.fromkeys(map(data_set_name, sources)))
-    entry = {"path": path.name, "tasks": [task], "title": f"{titles}, answered by {name}"}
-    if all(licences):
-        entry["licence"] = ", ".join(filter(None, licences))
-    return {
-        "teacher": name,
+    draft.replace(path)
+    record = {
+        "teacher": model_label(teacher.name_or_path or type(teacher).__name__),
         "teacher_weights": weights_fingerprint(teacher, of_answers=True),
         "dtype": str(teacher.dtype),
         "task": task,
         "prompt": format_prompt(task, "{question}", path=settings.prompts),
-        **{name: getattr(settings, name) for name in _SETTINGS},
+        **{name: vars(settings)[name] for name in _SETTINGS},
         "max_new_tokens": settings.max_new_tokens[task],
         "generation": greedy_decoding(teacher),
-        "sources": [source_in_report(source) for source in sources],
-        "source": entry,
+        "sources": [source_in_report(source) for source in parsed],
         "versions": environment()["versions"],
+        **counts,
     }
+    write_json(record, path.with_name(f"{path.name}.json"))
+    return record
 
 
 def _asked_rows(
     source: DataSource, task: str, tokenizer: PreTrainedTokenizerBase, data_dir: str | None, seed: int
 ) -> pyarrow.Table:
     """What a source asks: contexts, and questions where the task has them."""
-    if source.contexts_per_document > 1:
-        raise ValueError(
-            f"contexts_per_document of source {source.label!r}: contexts are joined when training draws them; give it "
-            "to the source that reads the targets"
-        )
     needed = ["context", "question"] if task == "question_answering" else ["context"]
     if source.generated:
         (data,) = load_datasets([replace(source, tasks=())], tokenizer, seed=seed)
@@ -180,30 +147,24 @@ def _row_by_row(table: pyarrow.Table, source: DataSource) -> Iterator[dict[str, 
             number += 1
 
 
-def _asked(rows: Sequence[Mapping[str, Any]]) -> EvaluationDataset:
-    """What is asked of the rows: the same question about the same context is asked once."""
+def _written(
+    rows: Sequence[Mapping[str, Any]], task: str, builder: SampleBuilder, scorer: Scorer
+) -> Iterator[dict[str, Any]]:
+    """The rows with what the teacher writes; the same question about the same context is asked once."""
     pairs = dict.fromkeys((row["context"], row.get("question", "")) for row in rows)
     # No row may be without an answer.
     nothing = {"answers": ["-"], "summary": "-"}
     examples = [{"context": context, "question": question, **nothing} for context, question in pairs]
-    return EvaluationDataset(rows[0]["source"], examples)
-
-
-def _written(
-    rows: Sequence[Mapping[str, Any]], task: str, builder: SampleBuilder, scorer: Scorer
-) -> Iterator[dict[str, Any]]:
-    """The rows with what the teacher writes."""
-    asked = _asked(rows)
-    samples = builder.build(asked, task)
-    places = {(example["context"], example["question"]): place for place, example in enumerate(asked.examples)}
+    samples = builder.build(EvaluationDataset(rows[0]["source"], examples), task)
+    places = {pair: place for place, pair in enumerate(pairs)}
     (tally,) = scorer.tallies(task, samples).values()
     ends = end_ids(scorer.compressor, scorer.tokenizer)
     for row in rows:
-        place = places[row["context"], row.get("question", "")]
+        place, context = places[row["context"], row.get("question", "")], row["context"]
         text, ids = tally.predictions[place], tally.written_ids[place]
         yield {
             **row,
-            "context": list(getattr(row["context"], "passages", ())) or row["context"],
+            "context": list(context.passages) if isinstance(context, PassageText) else context,
             TARGET_COLUMNS[task]: [text] * bool(text) if task == "question_answering" else text,
             "finished": bool(ids) and ids[-1] in ends,
             "truncated": samples[place].truncated,

@@ -1,220 +1,217 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model cards: what a checkpoint is, what it was trained on, what it can do, and what it cannot."""
+"""A checkpoint's card: what it is, what it was trained on, its scores beside their bounds, and what it cannot do."""
 
 from __future__ import annotations
 
+import inspect
+import json
+import logging
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import torch
 from huggingface_hub import EvalResult, ModelCardData
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
-from ..configuration.configuration_compressor import RETRIEVAL_LOADER
-from ..modeling.checkpoint.checkpoint_card import card_text, facts, hub_fields, summary_of, usage
+from ..configuration.configuration_compressor import RETRIEVAL_LOADER, CompressorConfig
+from ..data.retrieval_sources import RetrievalSource
+from ..data.sources import DataSource
+from ..evaluation.plots import plot_quality_by_ratio
+from ..evaluation.report import EvaluationReport
+from ..evaluation.report_tables import reservations
+from ..evaluation.rows import BENCHMARK_SCORE, FULL_CONTEXT, NO_CONTEXT, EvaluationRow, ratio_condition
+from ..modeling.checkpoint.checkpoint_card import card_text, facts, hub_fields, public_name, summary_of, usage
+from ..training.arguments import read_recipe
+from ..training.run_record import without_folders
 
-if TYPE_CHECKING:
-    from ..configuration.configuration_compressor import CompressorConfig
+logger = logging.getLogger(__name__)
 
-TASK_NAMES = {
-    "reconstruction": "Reconstruction",
-    "continuation": "Continuation",
-    "question_answering": "Question answering",
-    "summarisation": "Summarisation",
+# Metric -> how the card calls it, per task: the main ones.
+_METRICS = {
+    "question_answering": {
+        BENCHMARK_SCORE: "the benchmark's own score",
+        "exact_match": "exact match",
+        "f1": "F1",
+        "substring_accuracy": "contained",
+    },
+    "summarization": {"rouge1": "ROUGE-1", "rougeL": "ROUGE-L"},
+    "reconstruction": {"token_accuracy": "token accuracy", "bleu": "BLEU"},
+    "continuation": {"perplexity": "perplexity"},
 }
-_FOLDER = Path(__file__).parent
-_HUB_TASKS = {"question_answering": "question-answering", "summarisation": "summarization"}
-_NOT_MEASURED = "Not measured."
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """One data set that the checkpoint was trained on.
-
-    Args:
-        name: what it is called.
-        licence: its licence.
-        hub_id: its repository on the Hub, if it has one.
-        note: what of it was used, such as "train split, 87,599 rows".
-    """
-
-    name: str
-    licence: str
-    hub_id: str | None = None
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class TrainingRecord:
-    """How the checkpoint was made.
-
-    Args:
-        data: all data sets; never empty.
-        steps: optimizer steps; 0 where something is fitted to contexts alone.
-        seeds: every seed, one for each run behind the scores.
-        hardware: what it was trained on, such as "1 x H200".
-        tokens: training tokens.
-        context_tokens: tokens of the compressed contexts, beside `tokens` of text.
-        hours: wall-clock hours.
-        recipe: the recipe's file.
-        versions: library versions by name.
-    """
-
-    data: Sequence[TrainingData]
-    steps: int
-    seeds: Sequence[int]
-    hardware: str
-    tokens: int | None = None
-    context_tokens: int | None = None
-    hours: float | None = None
-    recipe: str | None = None
-    versions: dict[str, str] = field(default_factory=dict)
+_HUB_TASKS = {"question_answering": "question-answering", "summarization": "summarization"}
+# Condition of the evaluation -> name of the baseline on the card.
+_ALTERNATIVES = {
+    "cut": "truncated text",
+    "bm25": "BM25 sentences",
+    "self_information": "unexpected tokens",
+    "keep_drop": "kept words",
+}
+_NOT_STATED = "not stated"
+_Source = DataSource | RetrievalSource
 
 
 @dataclass(frozen=True)
 class Score:
-    """One number, with its two bounds beside it.
-
-    Args:
-        task: "reconstruction", "continuation", "question_answering" or "summarisation".
-        dataset: data set's name.
-        metric: metric's name, such as "exact match".
-        ratio: compression ratio, or "auto".
-        value: with the compressed context.
-        no_context: the same questions with no context at all.
-        full_context: the same questions with the whole context.
-        split: data split; None where the data has none by name.
-        interval: 95 % interval of `value`.
-        alternatives: what else was tried at as many decoder positions -> its score, such as "truncated text".
-        reached_ratio: context tokens a slot, where the ratio is "auto".
-        retention: (value - no_context) / (full_context - no_context) of the task's main metric, in percent.
-        slots: of a document, on average.
-        memory_bytes: of a document's memory as it is stored, on average.
-        cache_bytes: of the keys and values that the decoder has read when it starts to write, on average.
-    """
+    """A score at one ratio, the bounds and baselines of the same questions, and what a memory holds."""
 
     task: str
     dataset: str
     metric: str
     ratio: int | str
     value: float
+    interval: tuple[float, float] | None = None
     no_context: float | None = None
     full_context: float | None = None
-    split: str | None = "test"
-    interval: tuple[float, float] | None = None
     alternatives: Mapping[str, float] = field(default_factory=dict)
-    reached_ratio: float | None = None
-    retention: float | None = None
-    slots: float | None = None
-    memory_bytes: float | None = None
-    cache_bytes: float | None = None
+    costs: Mapping[str, str] = field(default_factory=dict)
 
 
-def method_text(method: str) -> str:
-    """Read a method's own part of the card, its description and its citation."""
-    available = sorted(path.stem for path in _FOLDER.glob("*.md"))
-    if method not in available:
-        raise ValueError(f"there is no card text for the method {method!r}; there are: {', '.join(available)}")
-    return (_FOLDER / f"{method}.md").read_text(encoding="utf-8").strip()
+def write_card(
+    folder: str | Path,
+    reports: Sequence[EvaluationReport | str | Path],
+    limits: Sequence[str],
+    *,
+    model_id: str | None = None,
+    recipe: str | None = None,
+    license: str = "apache-2.0",
+) -> Path:
+    """Write `README.md` of a checkpoint folder from its configuration, its training's record, and its scores.
+
+    A compressor with several ratios also gets pictures of quality by ratio, which the card shows.
+
+    Args:
+        folder: what `context-compressors train` made, with `recipe.yaml` and `training_summary.json`.
+        reports: evaluations of the checkpoint, or their files.
+        limits: what it cannot do, one sentence each; never empty.
+        model_id: repository or folder that the card's snippet loads; when `None` it is `folder`, without where that is
+            on this machine.
+        recipe: the recipe that was run, such as `embedded/icae.yaml`: the card names it, and takes from it the
+            licenses, titles and Hub ids that the folder's own `recipe.yaml`, or an earlier stage's, leaves out.
+        license: license of the weights, as the Hub writes it.
+
+    Returns:
+        the card's path.
+
+    Raises:
+        ValueError: a file that is missing or holds something else, reports that do not belong to the checkpoint or to
+            each other, or no limits.
+    """
+    folder = Path(folder)
+    config = _read_config(folder)
+    loaded = [_report(report) for report in reports]
+    for name in ("model", "num_parameters", "bounds"):
+        if len(values := list(dict.fromkeys(vars(report)[name] for report in loaded))) > 1:
+            raise ValueError(f"reports on one card must have the same {name}, got {values}")
+    if loaded and loaded[0].num_parameters not in (None, num_parameters := _num_parameters(config)):
+        raise ValueError(
+            f"the scores are of a model with {loaded[0].num_parameters:,} parameters ({loaded[0].model}); "
+            f"the one in {folder} has {num_parameters:,}"
+        )
+    training, datasets = _training(folder, recipe)
+    notes = " ".join(dict.fromkeys(note for report in loaded for note in _notes(report)))
+    pictures = [picture for report in loaded for picture in _pictures(report, folder)]
+    text = model_card(
+        config,
+        training,
+        [score for report in loaded for score in _scores(report)],
+        limits,
+        model_id=model_id or public_name(str(folder)),
+        notes=[notes, *pictures],
+        datasets=datasets,
+        license=license,
+    )
+    path = folder / "README.md"
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def model_card(
     config: CompressorConfig,
-    training: TrainingRecord,
+    training: str,
     scores: Sequence[Score],
     limits: Sequence[str],
     *,
     model_id: str,
-    scores_note: str | None = None,
-    pictures: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
+    datasets: Sequence[str] = (),
     license: str = "apache-2.0",
 ) -> str:
-    """Write the whole card of a compressor: metadata for the Hub, use, scores, training, limits, method, citation.
+    """Write the card of a compressor: metadata for the Hub, use, scores, training, limits, method, citation.
 
     Args:
         config: a compressor's configuration.
-        training: how the checkpoint was made.
-        scores: what it reached; each row stands beside its no-context and full-context bounds.
+        training: the section on its training.
+        scores: what it reached.
         limits: what it cannot do, one sentence each; never empty.
         model_id: repository or folder that the snippet loads.
-        scores_note: how the scores were measured, in sentences under their table.
-        pictures: file beside the card -> what it shows; they stand under the scores.
-        license: licence of the weights, as the Hub writes it.
-
-    Returns:
-        the text of `README.md`, which starts with YAML metadata.
+        notes: paragraphs below the table of scores.
+        datasets: ids on the Hub of what it was trained on.
+        license: license of the weights, as the Hub writes it.
 
     Raises:
-        ValueError: no limits are named, the method has no card text, or a score's ratio is none of the checkpoint's.
+        ValueError: no limits, or a score at a ratio that the checkpoint lacks.
     """
-    _check_ratios(config, scores)
+    ratios = (*sorted(config.compression_ratios), *(["auto"] if config.selects_ratios else []))
+    if wrong := [score for score in scores if score.ratio not in ratios]:
+        raise ValueError(f"the score on {wrong[0].dataset!r} has ratio {wrong[0].ratio}; the checkpoint has {ratios}")
     if not limits:
         raise ValueError("a card names what the checkpoint cannot do: give at least one limit")
-    shown = [f"![{text}]({name})" for name, text in (pictures or {}).items()]
     sections = {
-        "Scores": "\n\n".join(filter(None, [score_table(scores), scores_note, *shown])),
-        "Training": _training(training),
+        "Scores": "\n\n".join(filter(None, [score_table(scores), *notes])),
+        "Training": training,
         "Limits": "\n".join(f"- {limit}" for limit in limits),
     }
     title = model_id.rstrip("/").rpartition("/")[2]
     is_retrieval = config.auto_class == RETRIEVAL_LOADER
     data = ModelCardData(
         **hub_fields(config),
-        datasets=list(dict.fromkeys(data.hub_id for data in training.data if data.hub_id)) or None,
+        datasets=list(dict.fromkeys(datasets)) or None,
         model_name=title,
         language="en",
         license=license,
         library_name="transformers",
         pipeline_tag="feature-extraction" if is_retrieval else "text-generation",
-        eval_results=_eval_results(scores),
+        eval_results=list(map(_eval_result, scores)) or None,
     )
     parts = [f"## {name}\n\n{text}" for name, text in sections.items()]
     opening = (title, summary_of(config), facts(config), usage(config, model_id))
-    return card_text(data, *opening, *parts, method_text(config.card_text))
+    return card_text(data, *opening, *parts, method_text(config))
 
 
-def _check_ratios(config: CompressorConfig, scores: Sequence[Score]) -> None:
-    ratios = (*sorted(config.compression_ratios), *(["auto"] if config.selects_ratios else []))
-    for score in scores:
-        if score.ratio not in ratios:
-            raise ValueError(f"the score on {score.dataset!r} has ratio {score.ratio}; the checkpoint has {ratios}")
+def method_text(config: CompressorConfig) -> str:
+    """Return a method's description and citation: its file beside this one, or its configuration's docstring."""
+    file = Path(__file__).with_name(f"{config.card_text}.md")
+    if file.is_file():
+        return file.read_text(encoding="utf-8").strip()
+    return f"## Method\n\n{inspect.getdoc(type(config)).partition('Args:')[0].strip()}"  # type: ignore[union-attr]
 
 
-def _number(value: float | None, interval: tuple[float, float] | None = None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.2f}" if interval is None else f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
+# --- scores ---
 
 
 def score_table(scores: Sequence[Score]) -> str:
     """A Markdown table of scores, beside no context, what else was tried and full context, with what memories hold."""
     if not scores:
-        return _NOT_MEASURED
+        return "Not measured."
     others = list(dict.fromkeys(name for score in scores for name in score.alternatives))
-    costs = {
-        "retention, %": [None if score.retention is None else f"{score.retention:.0f}" for score in scores],
-        "slots": [None if score.slots is None else f"{score.slots:,.0f}" for score in scores],
-        "kB": [None if score.memory_bytes is None else f"{score.memory_bytes / 1000:,.0f}" for score in scores],
-        "cache, kB": [None if score.cache_bytes is None else f"{score.cache_bytes / 1000:,.0f}" for score in scores],
-    }
-    costs = {name: cells for name, cells in costs.items() if any(cells)}
+    costs = list(dict.fromkeys(name for score in scores for name in score.costs))
     columns = ["task", "data", "metric", "ratio", "no context", "compressed", *others, "full context", *costs]
     lines = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * 3 + ['---:'] * (len(columns) - 3))} |"]
-    for place, score in enumerate(scores):
-        beside = [_number(score.alternatives.get(name)) for name in others]
-        cells = [
-            TASK_NAMES[score.task],
-            f"{score.dataset} ({score.split})" if score.split else score.dataset,
-            score.metric,
-            _ratio(score),
-            _number(score.no_context),
-            _number(score.value, score.interval),
-            *beside,
-            _number(score.full_context),
-            *(cells[place] or "–" for cells in costs.values()),
-        ]
+    for score in scores:
+        low_high = "" if score.interval is None else f" [{score.interval[0]:.2f}, {score.interval[1]:.2f}]"
+        cells = [score.task.replace("_", " ").capitalize(), score.dataset, score.metric, str(score.ratio)]
+        cells += [_number(score.no_context), _number(score.value) + low_high]
+        cells += [_number(score.alternatives.get(name)) for name in others]
+        cells += [_number(score.full_context), *(score.costs.get(name, "–") for name in costs)]
         lines.append(_row(cells))
     return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -222,48 +219,222 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(escaped)} |"
 
 
-def _ratio(score: Score) -> str:
-    return str(score.ratio) if score.reached_ratio is None else f"{score.ratio} ({score.reached_ratio:.1f})"
-
-
-def _training(record: TrainingRecord) -> str:
-    lines = ["| data | licence | what of it |", "| --- | --- | --- |"]
-    for data in record.data:
-        name = f"[{data.name}](https://huggingface.co/datasets/{data.hub_id})" if data.hub_id else data.name
-        lines.append(_row([name, data.licence, data.note or "all"]))
-    facts = [f"Steps: {record.steps:,}" if record.steps else "Steps: none, fitted to contexts"]
-    if record.tokens is not None:
-        contexts = f" of text, {record.context_tokens:,} of compressed contexts" if record.context_tokens else ""
-        facts.append(f"Tokens: {record.tokens:,}{contexts}")
-    elif record.context_tokens:
-        facts.append(f"Tokens: {record.context_tokens:,} of contexts")
-    facts.append(f"Seeds: {', '.join(map(str, record.seeds))}")
-    facts.append(f"Hardware: {record.hardware}" + (f", {record.hours:g} hours" if record.hours is not None else ""))
-    if record.recipe:
-        facts.append(f"Recipe: `{record.recipe}`")
-    if record.versions:
-        facts.append("Versions: " + ", ".join(f"{name} {version}" for name, version in record.versions.items()))
-    return "\n".join([*lines, "", *(f"- {fact}" for fact in facts)])
-
-
-def _metric_name(score: Score) -> str:
+def _eval_result(score: Score) -> EvalResult:
+    is_known = score.task in _HUB_TASKS
     # The Hub puts all that is text generation into one group, so the name tells which task it was.
-    name = score.metric if score.task in _HUB_TASKS else f"{score.task} {score.metric}"
-    return f"{name}, ratio {score.ratio}"
+    name = score.metric if is_known else f"{score.task} {score.metric}"
+    return EvalResult(
+        task_type=_HUB_TASKS.get(score.task, "text-generation"),
+        task_name=score.task.replace("_", " ").capitalize() if is_known else "Text generation",
+        dataset_type=score.dataset.lower().replace(" ", "_"),
+        dataset_name=score.dataset,
+        metric_type=score.metric.lower().replace(" ", "_"),
+        metric_name=f"{name}, ratio {score.ratio}",
+        metric_value=round(score.value, 4),
+    )
 
 
-def _eval_results(scores: Sequence[Score]) -> list[EvalResult] | None:
-    results = [
-        EvalResult(
-            task_type=_HUB_TASKS.get(score.task, "text-generation"),
-            task_name=TASK_NAMES[score.task] if score.task in _HUB_TASKS else "Text generation",
-            dataset_type=score.dataset.lower().replace(" ", "_"),
-            dataset_name=score.dataset,
-            dataset_split=score.split,
-            metric_type=score.metric.lower().replace(" ", "_"),
-            metric_name=_metric_name(score),
-            metric_value=round(score.value, 4),
+def _scores(report: EvaluationReport) -> list[Score]:
+    scores = []
+    for task in report.tasks():
+        for dataset in report.datasets(task):
+            for metric, label in _METRICS[task].items():
+                rows = {
+                    condition: row
+                    for condition in report.conditions(task)
+                    if (row := report.row(dataset, task, condition)) is not None and metric in row.metrics
+                }
+                values = {condition: row.metrics[metric] for condition, row in rows.items()}
+                for ratio in report.ratios(task):
+                    condition = ratio_condition(ratio)
+                    if condition not in values:
+                        continue
+                    found = {name: values.get(f"{kind}={ratio}") for kind, name in _ALTERNATIVES.items()}
+                    score = Score(
+                        task,
+                        dataset,
+                        label,
+                        ratio,
+                        values[condition],
+                        no_context=values.get(NO_CONTEXT),
+                        full_context=values.get(FULL_CONTEXT),
+                        alternatives={name: value for name, value in found.items() if value is not None},
+                    )
+                    scores.append(_with_row(score, rows[condition], metric))
+    if not scores:
+        raise ValueError(f"the report of {report.model} has no compression ratio, but the checkpoint is a compressor")
+    return scores
+
+
+def _with_row(score: Score, row: EvaluationRow, metric: str) -> Score:
+    """A score with what its single row says: its interval, what is retained, and what a memory holds."""
+    low, high = row.intervals.get(metric, (math.nan, math.nan))
+    costs = {}
+    if row.retention is not None and metric == row.main_metric:
+        costs["retention, %"] = f"{row.retention:.0f}"
+    if "slots" in row.costs:
+        costs["slots"] = f"{row.costs['slots']:,.0f}"
+        for name, title in (("memory_bytes", "kB"), ("cache_bytes", "cache, kB")):
+            if row.costs.get(name):
+                costs[title] = f"{row.costs[name] / 1000:,.0f}"
+    if score.ratio == "auto" and "reached_ratio" in row.costs:
+        costs["tokens a slot"] = f"{row.costs['reached_ratio']:.1f}"
+    return replace(score, interval=None if math.isnan(low) else (low, high), costs=costs)
+
+
+def _pictures(report: EvaluationReport, folder: Path) -> list[str]:
+    """Draw each task by ratio, and return the images as Markdown."""
+    images = []
+    for task in report.tasks():
+        if len(report.ratios(task)) > 1:
+            path = folder / f"{task}_by_ratio.png"
+            try:
+                plot_quality_by_ratio(report, task, report.main_metric(task), path)
+            except ValueError as error:
+                # The averages that it shows need all conditions of all data sets.
+                logger.warning("no picture of %s by ratio: %s", task, error)
+                continue
+            images.append(f"![{task.replace('_', ' ').capitalize()} by compression ratio]({path.name})")
+    return images
+
+
+def _notes(report: EvaluationReport) -> list[str]:
+    counts = [row.num_samples for row in report.rows]
+    samples = f"{counts[0]:,}" if len(set(counts)) == 1 else f"{min(counts):,} to {max(counts):,}"
+    reader = "a fine-tuned teacher" if report.bounds == "teacher" else "the checkpoint's own language model"
+    notes = [f"Samples a row: {samples}, drawn by seed {report.settings.get('seed', 0)}."]
+    if any(row.condition in (NO_CONTEXT, FULL_CONTEXT) for row in report.rows):
+        notes.append(f"The reader without compression is {reader}.")
+    notes.append("Perplexity is better when lower.")
+    if any(row.intervals for row in report.rows):
+        notes.append("In brackets: 95 % bootstrap intervals over documents.")
+    window = report.settings.get("context_tokens")
+    if window is not None and {"reconstruction", "continuation"} & set(report.tasks()):
+        notes.append(
+            f"Reconstruction and continuation: windows of at most {window} tokens, scored token by token given the "
+            "right text before."
         )
-        for score in scores
-    ]
-    return results or None
+    cut = {(row.dataset, row.task): row.num_truncated for row in report.rows}
+    if truncated := sum(cut.values()):
+        notes.append(f"Contexts that were cut to fit: {truncated:,}.")
+    notes += reservations(report)
+    if outside := sorted({row.dataset for row in report.rows if row.domain == "out"}):
+        notes.append(f"Out of domain (no part of the data set was trained on): {', '.join(outside)}.")
+    return notes
+
+
+# --- what the folder holds ---
+
+
+def _file(path: Path, advice: str) -> Path:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}: {advice}")
+    return path
+
+
+def _read_config(folder: Path) -> CompressorConfig:
+    # Importing the models registers them, so that our own checkpoints need no remote code.
+    from .. import modeling  # noqa: F401
+
+    _file(folder / "config.json", "the folder of a checkpoint has one")
+    config = AutoConfig.from_pretrained(folder)
+    if not isinstance(config, CompressorConfig):
+        raise ValueError(f"a card is of a compressor, and {folder} has a model of type {config.model_type!r}")
+    return config
+
+
+def _report(report: EvaluationReport | str | Path) -> EvaluationReport:
+    if isinstance(report, EvaluationReport):
+        return report
+    return EvaluationReport.load(_file(Path(report), "`context-compressors evaluate --output` writes a report"))
+
+
+def _num_parameters(config: PreTrainedConfig) -> int:
+    with torch.device("meta"):
+        auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        return auto_class.from_config(config).num_parameters()
+
+
+def _training(folder: Path, recipe: str | None) -> tuple[str, list[str]]:
+    """The section on a checkpoint's training, and the Hub ids of its data."""
+    advice = "`context-compressors train` writes it"
+    own_recipe = _file(folder / "recipe.yaml", advice)
+    summary_file = _file(folder / "training_summary.json", advice)
+    try:
+        summary = json.loads(summary_file.read_text(encoding="utf-8"))
+        steps, seed, device = summary["steps"], summary["seed"], summary["device"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{summary_file} is not the summary of a training run: {error!r}") from error
+    named = _sources(recipe) if recipe else []
+    rows = [_data_row(source, named) for source in _sources(str(own_recipe))]
+    earlier = [_data_row(_source(entry), named) for entry in summary.get("earlier_sources", [])]
+    # What a later stage has trained on in the same way is named once.
+    rows += [(*row[:2], f"earlier: {row[2]}", row[3]) for row in dict.fromkeys(earlier) if row not in rows]
+    if unknown := [title for title, license_, *_ in rows if license_ == _NOT_STATED]:
+        logger.warning("no license is named for %s: give `license` in the recipe that --recipe names", unknown)
+    lines = ["| data | license | what of it |", "| --- | --- | --- |"]
+    for title, license_, note, hub_id in rows:
+        link = f"[{title}](https://huggingface.co/datasets/{hub_id})" if hub_id else title
+        lines.append(_row([link, license_, note]))
+    tokens, contexts, hours = (summary.get(name) for name in ("input_tokens", "context_tokens", "hours"))
+    told = [f"Steps: {steps:,}" if steps else "Steps: none, fitted to contexts"]
+    # A run that does not count its tokens leaves 0.
+    if tokens:
+        told.append(f"Tokens: {tokens:,}" + (f" of text, {contexts:,} of compressed contexts" if contexts else ""))
+    elif contexts:
+        told.append(f"Tokens: {contexts:,} of contexts")
+    told += [f"Seeds: {seed}", f"Hardware: {device}" + (f", {hours:g} hours" if hours is not None else "")]
+    told.append(f"Recipe: `{public_name(recipe) if recipe else own_recipe.name}`")
+    versions = [f"{name} {summary[name]}" for name in ("torch", "transformers") if name in summary]
+    told += [f"Versions: {', '.join(versions)}"] * bool(versions)
+    return "\n".join([*lines, "", *(f"- {fact}" for fact in told)]), [row[3] for row in rows if row[3]]
+
+
+def _sources(recipe: str) -> list[_Source]:
+    entries = read_recipe(recipe).get("sources")
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{recipe} has no list of sources: a card names what the checkpoint was trained on")
+    return [_source(entry) for entry in entries]
+
+
+def _source(entry: Any) -> _Source:
+    return (RetrievalSource if isinstance(entry, dict) and "corpus" in entry else DataSource).from_mapping(entry)
+
+
+def _place_of(source: _Source) -> Any:
+    """What a source is called in the recipe of a run, where a folder has its own name alone."""
+    return without_folders({"name": source.label})["name"].removeprefix("./")
+
+
+def _data_row(source: _Source, named: Sequence[_Source]) -> tuple[str, str, str, str | None]:
+    """Title, license, a note on what was used, and Hub id of a source."""
+    said = next((entry for entry in named if _place_of(entry) == _place_of(source)), source)
+    title, license_, hub_id = (
+        source.title or said.title,
+        source.license or said.license,
+        source.hub_id or said.hub_id,
+    )
+    if isinstance(source, RetrievalSource):
+        corpus = source.corpus
+        title = title or corpus.name or Path(str(corpus.path)).stem
+        note = "queries, and the documents that answer them"
+        return title, license_ or _NOT_STATED, note, hub_id or _hub_name(corpus.name)
+    parts = [source.kind] if source.kind is not None else []
+    parts += [f"{source.split} split"] if source.name is not None else []
+    parts.append(", ".join(task.replace("_", " ") for task in dict.fromkeys(source.tasks)))
+    if source.rows is not None:
+        parts.append(f"rows {source.rows[0]:,} to {source.rows[1] - 1:,}")
+    if source.where is not None:
+        parts.append("where " + ", ".join(f"{column} is {value}" for column, value in source.where.items()))
+    if source.max_samples is not None:
+        parts.append(f"at most {source.max_samples:,} rows")
+    if source.generated:
+        # The package makes these texts itself, so they come under its license.
+        title, license_ = title or "generated documents", license_ or "Apache-2.0"
+    title = title or _hub_name(source.name) or Path(source.name or source.path or "").stem
+    return title, license_ or _NOT_STATED, "; ".join(parts), hub_id or _hub_name(source.name)
+
+
+def _hub_name(name: str | None) -> str | None:
+    """A data set's name on the Hub; `None` for a folder, which a training records as one."""
+    return None if name is None or name.startswith((".", "/", "~")) else name

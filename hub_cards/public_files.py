@@ -14,7 +14,7 @@ from typing import Any
 
 # A vocabulary is made of pieces of text, and some of these look like paths or keys.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
-# What `save_pretrained`, a training run, a card and tokenizers write, and licences.
+# What `save_pretrained`, a training run, a card and tokenizers write, and licenses.
 _WRITTEN = (
     *(
         "config.json",
@@ -43,19 +43,15 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check_files(folder: Path, include: Sequence[str] = ()) -> tuple[list[Path], list[str]]:
-    """The files of a checkpoint's folder, by their paths in it, once each is known to be fit for everybody's eyes.
+    """The files of a checkpoint's folder, by their paths in it, and the names of those that are left out.
 
     Args:
         folder: the checkpoint, or the folder of the training run that made it.
         include: further files by their paths in it, which are taken as they are.
 
-    Returns:
-        the files, and what stays where it is because this package does not write it: files and folders by name.
-
     Raises:
         ValueError: a file to include that is not there; or the first one that is a link out of the folder, not what
             its name says, or that holds a secret, a path of a machine or the address of somebody else's code.
-        ImportError: `detect-secrets` is not installed.
     """
     from ..modeling.checkpoint.encoder_tokenizer import ENCODER_TOKENIZER
 

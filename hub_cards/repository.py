@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__
 from .public_files import check_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-WEIGHTS = ("saved", "light", "full")
-_LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+_LICENSE_FILES = ("LICEN[CS]E*", "NOTICE*", "USE_POLICY*")
 
 
 def build_repository(
@@ -30,17 +28,17 @@ def build_repository(
     local_files_only: bool = False,
     include: Sequence[str] = (),
 ) -> Path:
-    """Build the folder of a Hub repository: weights, configuration, flat code, tokenizer and card with a licence.
+    """Build the folder of a Hub repository: weights, configuration, flat code, tokenizer and card with a license.
 
     The same checkpoint gives the same bytes each time. Files that this package does not write stay behind, and a
-    warning names them; another one names code that is not what this package writes.
+    warning names them.
 
     Args:
         checkpoint: what `save_pretrained` or the train command made; it is left as it is.
         target: a folder that does not exist, or is empty.
         weights: "saved" as in the checkpoint, "light" without the base's weights, or "full" with them.
         base_model: where the base is, Hub repository or folder, if not where the checkpoint says.
-        license: licence of the weights, as the Hub writes it; that of the card or of the base when `None`.
+        license: license of the weights, as the Hub writes it; that of the card or of the base when `None`.
         local_files_only: open no connection; a base then comes from a folder or the cache.
         include: further files by their paths in the checkpoint, which are taken unseen.
 
@@ -48,7 +46,7 @@ def build_repository(
         the target.
 
     Raises:
-        ValueError: a file that must not be public, no licence, one that is not the base's, or another value that is
+        ValueError: a file that must not be public, no license, one that is not the base's, or another value that is
             not allowed.
     """
     from transformers.utils import logging
@@ -57,8 +55,6 @@ def build_repository(
 
     logger = logging.get_logger(__name__)
     checkpoint, target = Path(checkpoint), Path(target)
-    if weights not in WEIGHTS:
-        raise ValueError(f"weights must be one of {list(WEIGHTS)}, got {weights!r}")
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"{target} is not empty")
     if not local_files_only:
@@ -82,11 +78,6 @@ def build_repository(
             path.rename(target / path.name)
     if left_out:
         logger.warning(f"left out, since this package does not write them (--include): {', '.join(left_out)}")
-    if foreign := _foreign_code(config, target):
-        logger.warning(
-            f"not what context-compressors {__version__} writes: {', '.join(foreign)}; whoever trusts the repository "
-            "runs this code, so read it, or save the checkpoint again"
-        )
     return target
 
 
@@ -151,20 +142,6 @@ def _complete_code(config: PreTrainedConfig, folder: Path) -> None:
         raise ValueError(f"the code imports .{outside[0]} from outside the folder: save the checkpoint again")
 
 
-def _foreign_code(config: PreTrainedConfig, folder: Path) -> list[str]:
-    """Code that differs from what this package writes for the method; all of a method that it lacks."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    from ..modeling.checkpoint.remote_code import write_code
-
-    with tempfile.TemporaryDirectory() as own:
-        if config.model_type in CONFIG_MAPPING:
-            write_code(_auto_class(config)._model_mapping[type(config)], type(config), own)
-        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.py"))
-        known = {path.name: path.read_bytes() for path in Path(own).iterdir()}
-        return [name for name in names if known.get(name) != (folder / name).read_bytes()]
-
-
 def _base_folder(config: PreTrainedConfig, base_model: str | None, local_files_only: bool) -> Path | None:
     """Where files of the base are on this machine, its card among them if it has one."""
     from huggingface_hub import hf_hub_download
@@ -211,11 +188,11 @@ def _complete_card(config: PreTrainedConfig, folder: Path, license: str | None, 
         )
     chosen = license or stated or of_the_base
     if chosen is None:
-        raise ValueError("neither the card nor the base's names a licence: pass --license, such as apache-2.0")
+        raise ValueError("neither the card nor the base's names a license: pass --license, such as apache-2.0")
     if chosen != stated:
         card.data.license = chosen
         card.save(folder / "README.md")
-    for pattern in _LICENCE_FILES:
+    for pattern in _LICENSE_FILES:
         for file in [] if base is None else sorted(base.glob(pattern)):
             if not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
@@ -227,26 +204,15 @@ def push_repository(
     *,
     tag: str,
     private: bool = True,
-    token: str | None = None,
 ) -> str:
-    """Upload a folder in one commit and tag it; files that an interrupted run has sent are not sent again.
-
-    Args:
-        folder: what `build_repository` made.
-        repo_id: repository on the Hub; it is made if it does not exist.
-        tag: name of the version.
-        private: whether nobody else may see it.
-        token: access token; the stored one when `None`.
-
-    Returns:
-        the commit's address.
+    """Upload what `build_repository` made in one commit, tag it, and return the commit's address.
 
     Raises:
         ValueError: the tag exists, or the repository is public and should be private, or private and should be public.
     """
     from huggingface_hub import HfApi
 
-    api = HfApi(token=token)
+    api = HfApi()
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if private != (api.repo_info(repo_id).private is True):
         raise ValueError(

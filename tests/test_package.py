@@ -253,7 +253,7 @@ def test_editable_install_works_in_a_clean_environment(source_copy: Path, clean_
     check_install(clean_environment, source_copy, tmp_path / "elsewhere")
 
 
-def test_every_python_file_names_its_licence():
+def test_every_python_file_names_its_license():
     line = "# SPDX-License-Identifier: Apache-2.0\n"
     files = [
         path

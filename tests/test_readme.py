@@ -101,3 +101,7 @@ def test_make_targets_exist():
     named = set(re.findall(r"`make ([a-z-]+)`", TEXT))
     assert named
     assert named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+
+
+def test_every_method_of_the_register_has_its_row():
+    assert pages.with_method_rows(TEXT) == TEXT, "run tests/pages.py --methods"

@@ -105,11 +105,8 @@ def parse_recipe(argv: Sequence[str], prog: str = "context-compressors train") -
     """Parse `RECIPE.yaml [...] [--field value]` into (ModelArguments, DataArguments, TrainingConfig).
 
     A later recipe replaces fields of an earlier one (`method_config` and `checkpoint_config` field by field), and the
-    command line replaces both. `--field null`, or null in a later recipe, takes a field back.
-
-    Raises:
-        ValueError: no such recipe, an unknown field (the nearest right one is named), or a value not allowed.
-        SystemExit: a value of the wrong type, which the parser names.
+    command line replaces both. `--field null`, or null in a later recipe, takes a field back. `ValueError` names an
+    unknown recipe or field, or a value that is not allowed.
     """
     parser, words, _ = _parser_of(argv, prog)
     return parser.parse_args_into_dataclasses(args=words)
@@ -118,12 +115,7 @@ def parse_recipe(argv: Sequence[str], prog: str = "context-compressors train") -
 def recorded_recipe(argv: Sequence[str], arguments: Sequence[Any]) -> dict[str, Any]:
     """Return one recipe that says what a command line said, and can be run again.
 
-    Args:
-        argv: the recipes and fields that were given.
-        arguments: what [`parse_recipe`] made of them.
-
-    Returns:
-        All fields of model and data that have a value, and of the training those that were given.
+    It has all fields of model and data that have a value, and of the training those that were given.
     """
     parser, words, named = _parser_of(argv, "")
     # As they were given: the training's own arguments have worked out more from them.
@@ -134,5 +126,5 @@ def recorded_recipe(argv: Sequence[str], arguments: Sequence[Any]) -> dict[str, 
     for entry in dataclasses.fields(training):
         if entry.name in named:
             is_structured = entry.name == "ratio_schedule"
-            recorded[entry.name] = getattr(training if is_structured else given, entry.name)
+            recorded[entry.name] = vars(training if is_structured else given)[entry.name]
     return json.loads(json.dumps(recorded, default=str))

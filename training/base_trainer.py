@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,12 +14,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, is_compiled_module
 from torch import nn
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.optimization import Adafactor
 from transformers.trainer_callback import ExportableState
 
 from ..configuration.configuration_compressor import CompressorConfig
 from ..data.document_ids import TrainingDocuments
-from .optimizers import OptimizerChoice
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -29,18 +30,90 @@ _OPTIONAL_COUNTS = ("num_tokens", "num_context_tokens")
 _METADATA = ("example_ids", "num_cut", "documents")
 
 
+_MOMENTUM = 0.95
+
+
+class MuonWithAdamW(torch.optim.AdamW):
+    """AdamW whose parameter groups with `muon=True` are updated by Muon (momentum, then orthogonalisation).
+
+    One optimizer has one learning-rate schedule and one saved state. On a CPU `torch.optim.Muon`, which goes matrix by
+    matrix in bfloat16, is several times slower than this float32 version for stacked matrices.
+    """
+
+    def __init__(self, params: list[dict], **kwargs: float | tuple[float, float]):
+        for group in params:
+            group.setdefault("muon", False)
+        super().__init__(params, **kwargs)  # type: ignore[arg-type]
+
+    def __setstate__(self, state: dict) -> None:
+        # AdamW wants a step count in every state that it restores; Muon needs none.
+        for parameter_state in state["state"].values():
+            parameter_state.setdefault("step", torch.tensor(0.0))
+        super().__setstate__(state)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        groups = self.param_groups
+        for group in groups:
+            if group["muon"]:
+                self._muon_step(group)
+        try:
+            self.param_groups = [group for group in groups if not group["muon"]]
+            return super().step(closure)
+        finally:
+            self.param_groups = groups
+
+    def _muon_step(self, group: dict) -> None:
+        by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                by_shape[parameter.shape].append(parameter)
+        for (rows, columns), parameters in by_shape.items():
+            updates = []
+            for parameter in parameters:
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                buffer = state["momentum_buffer"].mul_(_MOMENTUM).add_(parameter.grad)
+                updates.append(parameter.grad + _MOMENTUM * buffer)
+            scale = group["lr"] * max(1.0, rows / columns) ** 0.5
+            for parameter, update in zip(parameters, orthogonalise(torch.stack(updates)), strict=True):
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
+
+
+def orthogonalise(matrices: torch.Tensor, num_iterations: int = 5) -> torch.Tensor:
+    """Bring singular values of matrices `(num_matrices, rows, columns)` near 1 by Muon's Newton-Schulz iteration."""
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if is_tall else matrices
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(num_iterations):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if is_tall else x
+
+
+def parameter_groups(model: PreTrainedModel) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+    """Return a model's trainable parameters: its layers' matrices, other matrices (embeddings, head), the rest."""
+    tables: list[nn.Module | None] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tables += [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    not_hidden = {id(p) for table in tables if table is not None for p in table.parameters()}
+    groups: tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]] = ([], [], [])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            # A layer's matrix is called so; whatever else has two dimensions is a table of vectors.
+            is_hidden = parameter.ndim == 2 and name.endswith("weight") and id(parameter) not in not_hidden
+            groups[0 if is_hidden else 1 if parameter.ndim >= 2 else 2].append(parameter)
+    return groups
+
+
 def without_metadata(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the batch without what `CompressionCollator(with_metadata=True)` adds for people."""
     return {key: value for key, value in inputs.items() if key not in _METADATA}
 
 
 class RunCounts(TrainerCallback, ExportableState):
-    """Counts of a training run that its checkpoints hold, so that a resumed run goes on from them.
-
-    Attributes:
-        counts: `COUNTS` of this process, and in process 0 what all of them had when they were last put together.
-        earlier_seconds: wall-clock time of the parts before a resume, up to the checkpoints that they left.
-    """
+    """Counts of a training run that its checkpoints hold, so that a resumed run goes on from them."""
 
     def __init__(self) -> None:
         self.counts = dict.fromkeys(COUNTS, 0)
@@ -83,16 +156,19 @@ class RunCounts(TrainerCallback, ExportableState):
         self.earlier_seconds, self._began = self.seconds, None
 
 
-class BaseTrainer(OptimizerChoice):
+class BaseTrainer(Trainer):
     """A `Trainer` that stops with the batch's ids when the loss is not finite, and logs context and cut-off tokens.
 
     Weights that are not finite are never saved, so the last checkpoint stays good. A resumed run counts on. Every
-    checkpoint holds the ids of the documents that trained it and of those that it was chosen by.
+    checkpoint holds the ids of the documents that trained it and of those that it was chosen by. The optimizer is
+    AdamW, Muon or T5's Adafactor, as `args.optimizer` says.
 
     Attributes:
         documents: those that this run has read so far, see [`TrainingDocuments`].
         run_counts: see [`RunCounts`].
     """
+
+    optimizer: torch.optim.Optimizer | None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -113,9 +189,6 @@ class BaseTrainer(OptimizerChoice):
 
         The step makes several passes, where wrappers count on a single one: DDP arms its gradient reduction in it,
         FSDP holds the embeddings and the head whole only while it runs.
-
-        Raises:
-            ValueError: a wrapper that runs copies of the model in threads (`DataParallel`), or a compiled model.
         """
         if isinstance(wrapped, nn.DataParallel):
             raise ValueError(
@@ -169,6 +242,35 @@ class BaseTrainer(OptimizerChoice):
             logger.warning(
                 "documents of eval_sources are trained on, too: their losses measure what was learned by heart"
             )
+
+    def create_optimizer(self, model: PreTrainedModel | None = None) -> torch.optim.Optimizer:
+        """Create Muon for hidden matrices and AdamW for the rest, or T5's Adafactor, when the recipe says so."""
+        args, model = self.args, model or self.model
+        if self.optimizer is not None or args.optimizer == "adamw":
+            return super().create_optimizer(model)
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ValueError(
+                f"optimizer: {args.optimizer} needs whole matrices, which DeepSpeed and FSDP cut up; take adamw, or "
+                "DDP (accelerate/multi_gpu.yaml)"
+            )
+        hidden, matrices, vectors = parameter_groups(model)
+        decay = args.weight_decay
+        groups = [
+            {"params": hidden, "lr": args.learning_rate, "weight_decay": decay},
+            {"params": matrices, "lr": args.learning_rate, "weight_decay": decay},
+            {"params": vectors, "lr": args.learning_rate, "weight_decay": 0.0},
+        ]
+        if args.optimizer == "adafactor":
+            # T5's: updates are clipped at a root mean square of 1, before a rate that is relative to each parameter's.
+            groups = [group for group in groups if group["params"]]
+            scaling = {"scale_parameter": True, "relative_step": False, "warmup_init": False}
+            self.optimizer = Adafactor(groups, lr=args.learning_rate, **scaling)
+        else:
+            groups[0] |= {"muon": True, "lr": args.muon_learning_rate}
+            groups = [group for group in groups if group["params"]]
+            betas = (args.adam_beta1, args.adam_beta2)
+            self.optimizer = MuonWithAdamW(groups, betas=betas, eps=args.adam_epsilon)
+        return super().create_optimizer(model)
 
     def gather_documents(self) -> None:
         """Put together what all processes have read; every process has to call this."""

@@ -54,11 +54,7 @@ def new_encoder_decoder(
 ) -> PreTrainedModel:
     """Return an untrained DeCAL model for a tokenizer, which gets T5's sentinels where it has none.
 
-    Args:
-        model_class: [`DeCALForConditionalGeneration`].
-        model_config, fields: fields of its `T5Config`, and of its configuration.
-        tokenizer: its ids are the model's; the decoder starts with BOS, or with the pad where there is none, as in T5.
-        loading: `dtype` and `attn_implementation`.
+    The decoder starts with BOS, or with the pad where there is none, as in T5.
     """
     for name in model_config:
         check_choice("field of T5Config in model_config:", name, [*T5Config().to_dict(), *T5Config.attribute_map])
@@ -112,11 +108,8 @@ def load_compressor(
 ) -> PreTrainedModel:
     """Load the compressor to train: a checkpoint to go on from, or a new one on a base.
 
-    Args:
-        model_args: names the method and where the weights come from.
-        tokenizer: gets the method's task tokens, whose ids a new compressor takes; a checkpoint's must be in it. The
-            ids behind the base's vocabulary are taken when `None`.
-        auto_class: the Auto class that loads what is built; the one that generates when `None`.
+    The tokenizer gets the method's task tokens, whose ids a new compressor takes. `auto_class` loads what is built;
+    the one that generates when `None`.
     """
     check_start(model_args)
     method = _method(model_args)
@@ -168,7 +161,7 @@ def check_start(model_args: ModelArguments) -> None:
     """Raise `ValueError` unless the fields that name a compressor's method and start go together."""
     if model_args.method is not None:
         check_choice("method", model_args.method, METHODS)
-    given = [name for name in ("base", "checkpoint", "model_config") if getattr(model_args, name) is not None]
+    given = [name for name in ("base", "checkpoint", "model_config") if vars(model_args)[name] is not None]
     named = config_class(model_args.method or DEFAULT_METHOD)
     if len(given) != 1 or (given == ["model_config"] and not named.is_encoder_decoder):
         raise ValueError(
@@ -180,25 +173,22 @@ def check_start(model_args: ModelArguments) -> None:
     only_with = dict.fromkeys(("base_gguf_file", "encoder", "adapter"), "base")
     only_with |= dict.fromkeys(("checkpoint_config", "checkpoint_base"), "checkpoint")
     for name, start in only_with.items():
-        if getattr(model_args, name) is not None and getattr(model_args, start) is None:
+        if vars(model_args)[name] is not None and vars(model_args)[start] is None:
             raise ValueError(f"{name} goes with {start}: leave it out, or null, where {given[0]} is given")
 
 
 def changed_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return a checkpoint's configuration with other values of some fields, such as the next stage of a training.
+    """Return a copy of a checkpoint's configuration with other values of some fields.
 
-    Args:
-        config: the checkpoint's; it is left as it is.
-        changes: field -> value. A mapping for a model's configuration in it, such as `decoder_config`, changes fields
-            of that one.
+    A mapping for a model's configuration in it, such as `decoder_config`, changes fields of that one.
     """
     kinds: Any = type(config).__mro__[:-1]
     own = [inspect.signature(base.__init__).parameters for base in kinds]
-    known = {name for parameters in own for name in parameters if hasattr(config, name)}
     fields = config.to_dict()
+    known = {name for parameters in own for name in parameters if name in fields}
     for name, value in changes.items():
         check_choice(f"field of {type(config).__name__}:", name, sorted(known))
-        if isinstance(getattr(config, name), PreTrainedConfig) and isinstance(value, Mapping):
+        if name in config.sub_configs and isinstance(value, Mapping):
             for field in value:
                 check_choice(f"field of {name}:", field, sorted(fields[name]))
             value = {**fields[name], **value}
@@ -214,7 +204,7 @@ def check_resumed(model: PreTrainedModel, folder: str) -> None:
         return
     stored = type(model.config).from_pretrained(folder)
     for name in _TRAINABLE_SET:
-        ours, theirs = (getattr(config, name, None) for config in (model.config, stored))
+        ours, theirs = (vars(config).get(name) for config in (model.config, stored))
         if ours != theirs:
             raise ValueError(
                 f"{folder} was trained with {name} {theirs!r}, this recipe says {ours!r}: resume with the recipe of "

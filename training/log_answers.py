@@ -94,8 +94,7 @@ class LogAnswersCallback(TrainerCallback):
 
 
 def add_sample_answers(trainer: BaseTrainer, data_args: DataArguments, steps: int) -> None:
-    """Ask the first questions of `eval_sources` every few steps, whose documents then choose; `ValueError` where
-    there are none."""
+    """Ask the first questions of `eval_sources` every few steps; their documents count as those that choose."""
     rows: list[dict[str, Any]] = []
     for source in data_args.of_evaluation().parsed_sources() if data_args.eval_sources else ():
         if "question_answering" in source.tasks and not source.generated:

@@ -21,11 +21,11 @@ def logits_function(model: PreTrainedModel) -> Head:
     Raises:
         ValueError: a model that scales its logits, as Granite, Cohere and Falcon-H1 do.
     """
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    head, config = model.get_output_embeddings(), vars(model.config.get_text_config())
     for field in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
-        if (scale := getattr(config, field, None)) not in (None, 1):
-            raise ValueError(f"{type(model).__name__} scales its logits, which no loss here does: {field} is {scale}")
-    cap = getattr(config, "final_logit_softcapping", None)
+        if config.get(field) not in (None, 1):
+            raise ValueError(f"{type(model).__name__} scales its logits, which no loss here does: {field}")
+    cap = config.get("final_logit_softcapping")
 
     def logits(states: Tensor) -> Tensor:
         scores = head(as_head_takes(head, states)).float()
@@ -50,12 +50,6 @@ def negative_log_likelihood(
     states: Tensor, targets: Tensor, head: Head, chunk_size: int = 256
 ) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy of targets `(num_targets,)` from states `(num_targets, hidden_size)`.
-
-    Args:
-        states: that predict them.
-        targets: token ids.
-        head: from `logits_function`.
-        chunk_size: rows of logits at a time.
 
     Returns:
         The sum over targets, and how many targets had the highest score (a scalar without gradient).
@@ -83,15 +77,7 @@ def distillation_loss(
         student_head: states to logits of the student.
         teacher_head: states to logits of the teacher.
         chunk_size: answer tokens whose two rows of logits are in memory at once.
-
-    Raises:
-        ValueError: the two see different numbers of answer tokens.
     """
-    if student_states.shape[0] != teacher_states.shape[0]:
-        raise ValueError(
-            f"student and teacher must see the same answer tokens, got {student_states.shape[0]} and "
-            f"{teacher_states.shape[0]}"
-        )
 
     def chunk_loss(student: Tensor, teacher: Tensor) -> Tensor:
         student_log_probs = nn.functional.log_softmax(student_head(student), dim=-1)

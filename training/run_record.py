@@ -34,21 +34,16 @@ _TEXTS = ("context_prefix", "title", "columns", "where")
 
 def latest_checkpoint(output_dir: str) -> str | None:
     """Return the newest complete checkpoint of a run, or `None`; warn of those that a kill left half written."""
-    incomplete = []
     folders = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    found = None
     for folder in sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True):
         # The Trainer writes its state last.
         try:
             json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            incomplete.append(folder.name)
+            logger.warning(f"{folder.name} is incomplete: training goes on from an earlier one, or from the start")
         else:
-            found = str(folder)
-            break
-    if incomplete:
-        logger.warning(f"{', '.join(incomplete)} incomplete: training goes on from {found or 'the start'}")
-    return found
+            return str(folder)
+    return None
 
 
 def earlier_files(output_dir: str | Path) -> list[Path]:
@@ -131,15 +126,9 @@ def earlier_sources(recipe: Mapping[str, Any]) -> list[Any]:
 def write_summary(
     trainer: BaseTrainer, recipe: Mapping[str, Any], output_dir: Path, earlier: Sequence[Any] = ()
 ) -> None:
-    """Write `recipe.yaml`, the recipe as it was run, `training_summary.json` and `training_documents.json`.
+    """Write `recipe.yaml`, `training_summary.json` and `training_documents.json` into the checkpoint's folder.
 
     Every process has to call this; the first one writes.
-
-    Args:
-        trainer: the trainer, when it has trained.
-        recipe: its fields, from [`recorded_recipe`].
-        output_dir: the checkpoint's folder.
-        earlier: the sources of earlier stages, from [`earlier_sources`].
     """
     counts = trainer.run_counts.put_together(trainer.accelerator)
     trainer.gather_documents()

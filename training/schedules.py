@@ -43,16 +43,7 @@ def check_task_schedule(schedule: Sequence[Sequence[Any]]) -> list[tuple[float, 
 def check_changes(
     name: str, schedule: Sequence[Sequence[Any]], is_allowed: Callable[[Any], bool]
 ) -> list[tuple[float, list[Any]]]:
-    """Return (fraction of training, values) pairs.
-
-    Args:
-        name: of the field.
-        schedule: its value.
-        is_allowed: whether a value is.
-
-    Raises:
-        ValueError: fractions that do not rise from 0, or a value that is not allowed.
-    """
+    """Return (fraction of training, values) pairs; `ValueError` unless fractions rise from 0 with allowed values."""
     try:
         points = [(float(fraction), list(values)) for fraction, values in schedule]
     except (TypeError, ValueError):

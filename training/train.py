@@ -38,7 +38,7 @@ def _check_fields(model_args: ModelArguments, data_args: DataArguments, args: Tr
         for entry in group.__dataclass_fields__.values():
             objectives = OBJECTIVES_OF.get(entry.name, (args.objective,))
             # What is empty is no setting.
-            if args.objective not in objectives and getattr(group, entry.name) not in (entry.default, [], {}):
+            if args.objective not in objectives and vars(group)[entry.name] not in (entry.default, [], {}):
                 raise ValueError(
                     f"{entry.name} goes with the objectives {', '.join(objectives)}, not with {args.objective}: "
                     "leave it out"
@@ -46,7 +46,7 @@ def _check_fields(model_args: ModelArguments, data_args: DataArguments, args: Tr
     evaluates = args.eval_strategy != "no" or args.eval_on_start or args.sample_answers_steps
     if data_args.eval_sources and not evaluates:
         raise ValueError("eval_sources are never read: give eval_strategy or sample_answers_steps, or leave them out")
-    scheduled = [name for name in ("length_schedule", "task_schedule") if getattr(data_args, name) is not None]
+    scheduled = [name for name in ("length_schedule", "task_schedule") if vars(data_args)[name] is not None]
     if scheduled and args.max_steps < 1 and args.num_train_epochs not in (0, 1):
         raise ValueError(
             f"{scheduled[0]} needs max_steps, or num_train_epochs 1, got num_train_epochs {args.num_train_epochs:g}"
@@ -54,11 +54,7 @@ def _check_fields(model_args: ModelArguments, data_args: DataArguments, args: Tr
 
 
 def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> Trainer:
-    """Return the trainer of the recipe's objective, with its model and data.
-
-    Raises:
-        ValueError: fields that do not go together, a missing source, column or file.
-    """
+    """Return the trainer of the recipe's objective, with its model and data."""
     _check_fields(model_args, data_args, args)
     set_seed(args.seed)
     file = {"joint": "joint_pretraining"}.get(args.objective, args.objective)
@@ -75,11 +71,7 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
 def fit_scorers(trainer: Any, num_contexts: int) -> None:
     """Fit the scorers of ranked key/values to contexts of the training by least squares; all processes do the same.
 
-    The documents, their tokens and the time count as those of the training.
-
-    Args:
-        trainer: of a compressor with scorers.
-        num_contexts: of its examples, taken evenly; all of them where it has fewer.
+    The documents, their tokens and the time count as those of the training; contexts are taken evenly.
     """
     model = trainer.accelerator.unwrap_model(trainer.model).base_model
     dataset = trainer.train_dataset

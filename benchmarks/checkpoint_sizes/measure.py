@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from benchmarks.common.tools import add_output_argument, positive_int, save_and_report
 from context_compressors.configuration.methods import METHODS, methods_on
-from context_compressors.evaluation.model_shapes import SHAPE_NAMES, method_config, named_config
+from context_compressors.evaluation.flops import SHAPE_NAMES, method_config, named_config
 from context_compressors.modeling import model_class
 from context_compressors.modeling.checkpoint.base_weights import base_name
 from context_compressors.modeling.compressor.headwise_reading import HeadwiseModel

@@ -20,7 +20,7 @@ from context_compressors.cli.command import check_device, positive_int
 from context_compressors.configuration.configuration_shallow_encoder import ShallowEncoderConfig
 from context_compressors.configuration.layer_shape import LayerShape
 from context_compressors.configuration.methods import config_class
-from context_compressors.evaluation.model_shapes import SHAPE_NAMES, method_config, named_config
+from context_compressors.evaluation.flops import SHAPE_NAMES, method_config, named_config
 from context_compressors.modeling import model_class
 from context_compressors.reporting.environment import environment
 from context_compressors.reporting.result_files import write_results

@@ -19,7 +19,7 @@ PUBLISHED = HERE / "comparison.json"
 BY_QUESTION = "by_question.json"
 _RECIPE = "smollm2/comparison"
 SHARED = ["smollm2/data.yaml", f"{_RECIPE}/budget.yaml"]
-_PEER_TASKS = ("question_answering", "summarisation")
+_PEER_TASKS = ("question_answering", "summarization")
 
 
 def read_table(size: str = "small") -> dict[str, Any]:
@@ -304,7 +304,7 @@ class Comparison:
         def command() -> list[str]:
             given = ["--max-new-tokens", str(self.table["max_new_tokens"][task]), "--tasks", task, "--ratios-only"]
             if ratios != self.table["ratios"]:
-                given += ["--ratios", *map(str, ratios), "--allow-untrained-ratio"]
+                given += ["--ratios", *map(str, ratios), "--config", "{allow_untrained_ratio: true}"]
             given += ["--memory-dtype", self.memory_dtype(name)]
             for option, sources in zip(("--data", "--out-of-domain"), groups.values(), strict=True):
                 given += [option, *sources] if sources else []
@@ -338,7 +338,7 @@ class Comparison:
         """The bounds of what is restored."""
         report, sets = self.peers / "restored.json", self.table["sets"]
         titles = [title for title, entry in sets.items() if entry["task"] == "reconstruction"]
-        given = ["--prompt-format", "chat", "--prompts", "chat", "--tasks", "reconstruction"]
+        given = ["--config", "{prompt_format: chat}", "--prompts", "chat", "--tasks", "reconstruction"]
         given += ["--data", *(f"{title}={self.questions / title}.parquet" for title in titles)]
         return Job(
             "peers/restored",

@@ -45,7 +45,7 @@ def write_sets(
     for name, entry in table["sets"].items():
         wanted = entry["questions"] if limit is None else min(limit, entry["questions"])
         rows = _rows(entry, table["context_tokens"], data, tokenizer, wanted)
-        if len({_document(row) for row in rows if entry["task"] == "summarisation"} or rows) < wanted:
+        if len({_document(row) for row in rows if entry["task"] == "summarization"} or rows) < wanted:
             raise ValueError(f"{name} has {len(rows)} questions about contexts of its length, and {wanted} are wanted")
         samples = _samples(name, entry["task"], rows, tokenizer, table["max_new_tokens"])
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
@@ -71,7 +71,7 @@ def _rows(
         rows = [row for row in rows if low <= lengths[_document(row)] <= high]
     units: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        units.setdefault(_document(row) if entry["task"] == "summarisation" else row["id"], []).append(row)
+        units.setdefault(_document(row) if entry["task"] == "summarization" else row["id"], []).append(row)
     # Shuffled, so that the first ones, which are timed, are a fair sample.
     order = random.Random(f"{_SEED}/{entry['path']}").sample(sorted(units), min(wanted, len(units)))
     return [row for unit in order for row in units[unit]]

@@ -17,7 +17,7 @@ from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT
 
 METRICS = {
     "question_answering": ("f1", "exact_match", "substring_accuracy"),
-    "summarisation": ("rougeL",),
+    "summarization": ("rougeL",),
     "reconstruction": ("token_accuracy",),
 }
 # As `evaluate` calls them.
@@ -140,7 +140,7 @@ def _costs(kept_positions: float, memory_bytes: float, tokens: float) -> dict[st
 
 def score(task: str, answer: str, references: Sequence[str]) -> dict[str, float]:
     """A written answer's own scores, as `evaluate` has them."""
-    if task == "summarisation":
+    if task == "summarization":
         return rouge_scores([answer], [references])
     return {**squad_scores([answer], [references]), "substring_accuracy": substring_accuracy([answer], [references])}
 

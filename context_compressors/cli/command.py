@@ -43,16 +43,9 @@ def command(
 ) -> Callable[[Callable[[argparse.Namespace], None]], Callable[..., int]]:
     """Make a command's `main(argv)` of the function that runs it.
 
-    Args:
-        name: of the sub-command of `context-compressors`.
-        description: what it does, for its help.
-        arguments: from `argument`.
-        examples: command lines that can be run, one a line, for its help.
-
-    Returns:
-        A decorator of a function of the parsed arguments, which raises `ValueError`, `OSError` or `ImportError` where
-        the user has to change something. What it makes takes the arguments behind the command's name, `sys.argv[1:]`
-        when `None`, and returns the exit code 0; wrong arguments exit with 2.
+    The function raises `ValueError`, `OSError` or `ImportError` where the user has to change something. What is made
+    of it takes the arguments behind the command's name, `sys.argv[1:]` when `None`, and returns the exit code 0; wrong
+    arguments exit with 2.
     """
 
     def define(run: Callable[[argparse.Namespace], None]) -> Callable[..., int]:
@@ -79,28 +72,13 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
-def seed(text: str) -> int:
-    """Read a whole number of at least 0, for `type=` of an argument."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
-
-
 def positive_int_or_auto(text: str) -> int | str:
     """Read a ratio, a whole number of at least 1 or "auto", for `type=` of an argument."""
     return text if text == "auto" else positive_int(text)
 
 
 def check_outputs(paths: Iterable[str | None], overwrite: bool) -> None:
-    """Raise before anything is computed where a file could not be written, or is there and may not be replaced.
-
-    Args:
-        paths: of the files; None for those that are not asked for.
-        overwrite: whether they may be replaced.
-
-    Raises:
-        ValueError: with the path.
-    """
+    """Raise `ValueError` before anything is computed where a file is a folder, or is there and may not be replaced."""
     for path in map(Path, filter(None, paths)):
         if path.is_dir():
             raise ValueError(f"{path} is a folder: name a file")
@@ -168,11 +146,5 @@ MAX_TOKENS = argument(
 )
 ALLOW_UNTRAINED_RATIO = argument(
     "--allow-untrained-ratio", action="store_true", help="go on with a ratio that the model was not trained for"
-)
-PROMPTS = argument(
-    "--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the checkpoint's own)"
-)
-PROMPT_FORMAT = argument(
-    "--prompt-format", default="plain", metavar="FORMAT", help="of a plain language model: plain (default) or chat"
 )
 OVERWRITE = argument("--overwrite", action="store_true", help="replace what is there")

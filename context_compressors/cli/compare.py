@@ -30,11 +30,8 @@ context-compressors compare ours=a0.jsonl ours=a1.jsonl ours=a2.jsonl theirs=b0.
 def comparisons(systems: Systems, conditions: Sequence[str], metric: str) -> Iterator[tuple[str, str, str, str]]:
     """Which conditions of which systems are compared: (first system, its condition, second system, its condition).
 
-    Args:
-        systems: of one, its first condition is compared with each other one; of several, the first system is compared
-            with each other one under each condition that both have.
-        conditions: only these, in their order; all when empty.
-        metric: conditions without it are left out.
+    Of one system, its first condition is compared with each other one; of several, the first system is compared with
+    each other one under each condition that both have. Conditions without the metric are left out.
     """
     (first, runs), *others = systems.items()
     scores = runs[0][0].scores

@@ -8,21 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..configuration.nearest_names import check_choice
+from ..configuration.nearest_names import as_spelled_now, check_choice
 from ..data.prompts import TASKS
-from ..data.yaml_text import read_yaml
+from ..data.yaml_text import parse_yaml, read_yaml
 from ..evaluation.settings import DEFAULT_TASKS, MEMORY_DTYPES, WRITTEN_TASKS, EvaluationSettings
-from .command import (
-    LOADING,
-    OVERWRITE,
-    PROMPT_FORMAT,
-    PROMPTS,
-    argument,
-    check_outputs,
-    command,
-    positive_int,
-    positive_int_or_auto,
-)
+from .command import LOADING, OVERWRITE, argument, check_outputs, command, positive_int, positive_int_or_auto
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,9 +21,9 @@ if TYPE_CHECKING:
     from ..evaluation.report import EvaluationReport
     from ..evaluation.samples import EvaluationDataset
 
-# Tasks that make questions of running text, and the ranking of a corpus.
-_HIDING, _RETRIEVAL = ("needles", "ruler"), "retrieval"
-_LENGTHS = (256, 512, 1024, 2048, 4096)
+# Tasks that make questions of texts, and the ranking of a corpus.
+_OF_TEXTS, _RETRIEVAL = ("needles", "ruler"), "retrieval"
+_LENGTHS = {"needles": (256, 512, 1024, 2048, 4096), "ruler": (4096,)}
 _SOURCE = (
     "FILE (.parquet, .jsonl, .txt, .md), HUB_NAME[:CONFIG][@SPLIT], generated, generated:KIND, or a recipe's source "
     "as YAML; NAME=SOURCE names one, SOURCE#N draws N of its samples, FILE.yaml lists some"
@@ -45,12 +35,12 @@ context-compressors evaluate my-compressor --data generated squad_dev.parquet --
 # 1,000 questions of one set and 300 of another, beside a reader with an adapter of PEFT that reads the whole text,
 # its beginning, or what BM25 picks; the report grows while it runs, and a second start goes on with it:
 context-compressors evaluate my-compressor --data squad=squad_dev.parquet#1000 --out-of-domain nq_test.parquet#300 \\
-    --tasks question_answering --alternatives cut bm25 --teacher reader-lora --teacher-base my-base \\
+    --tasks question_answering --alternatives cut bm25 --teacher reader-lora \\
     --output results.json --keep-answers answers.jsonl --plots plots --resume
 
 # Reconstruction and continuation of plain text, also with BLEU of what the model writes itself:
 context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction continuation \\
-    --context-tokens 256 --reconstruction-bleu
+    --config '{context_tokens: 256, reconstruction_bleu: true}'
 
 # One fact in running text at two lengths; RULER and LongBench as kvpress publishes them:
 context-compressors evaluate my-compressor --tasks needles --data books.parquet --lengths 512 1024 --plots plots
@@ -58,8 +48,8 @@ context-compressors evaluate my-compressor --tasks ruler --lengths 4096 8192
 context-compressors evaluate my-compressor --data Xnhyacinth/LongBench:hotpotqa --tasks question_answering \\
     --truncate-context
 
-# nDCG@10 on the test queries of a folder of BEIR's form, at every ratio of a retrieval checkpoint, beside BM25:
-context-compressors evaluate my-retriever --tasks retrieval --data scifact --alternatives bm25 --output scifact.json
+# nDCG@10 at every ratio of a retrieval checkpoint, beside BM25:
+context-compressors evaluate my-retriever --tasks retrieval --data mteb/scifact --alternatives bm25
 
 # The plain language model that a compressor stands on:
 context-compressors evaluate my-base --data generated --max-samples 100 --output base.json
@@ -67,29 +57,25 @@ context-compressors evaluate my-base --data generated --max-samples 100 --output
 
 
 def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings:
-    """The evaluation's options from the parsed command line and its `--config`.
-
-    Raises:
-        ValueError: a value that is not allowed.
-    """
+    """The evaluation's options from the parsed command line and its `--config`; `ValueError` for one not allowed."""
     allowed = EvaluationSettings.__dataclass_fields__
-    fields: dict[str, Any] = {name: getattr(arguments, name) for name in allowed if name in arguments}
-    fields["max_new_tokens"] = EvaluationSettings().max_new_tokens | max_new_tokens_from_arguments(
-        arguments.max_new_tokens
-    )
-    if set(arguments.tasks) & set(_HIDING):
+    fields: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name in allowed}
+    limits = max_new_tokens_from_arguments(arguments.max_new_tokens)
+    fields["max_new_tokens"] = EvaluationSettings().max_new_tokens | limits
+    if set(arguments.tasks) & {*_OF_TEXTS, _RETRIEVAL}:
         fields["tasks"] = ["question_answering"]
     if arguments.config is not None:
-        config = read_yaml(Path(arguments.config))
+        is_text = arguments.config.lstrip().startswith("{")
+        config = parse_yaml(arguments.config, "--config") if is_text else read_yaml(Path(arguments.config))
         for name in config:
-            check_choice(f"setting of {arguments.config}:", name, allowed)
+            check_choice("setting of --config:", name, allowed)
         fields |= config
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     return EvaluationSettings(**fields)
 
 
 def max_new_tokens_from_arguments(values: Sequence[str]) -> dict[str, int]:
-    """Most tokens of each task that is written, from values such as "24", which is of all, and "summarisation=64".
+    """Most tokens of each task that is written, from values such as "24", which is of all, and "summarization=64".
 
     Raises:
         ValueError: no number above 0, or a task that is not written.
@@ -99,6 +85,7 @@ def max_new_tokens_from_arguments(values: Sequence[str]) -> dict[str, int]:
         task, is_of_one, number = value.rpartition("=")
         if not number.isdecimal() or int(number) < 1:
             raise ValueError(f"--max-new-tokens takes numbers from 1 on, or TASK=N, got {value!r}")
+        task = as_spelled_now(task)
         if is_of_one:
             check_choice("task of --max-new-tokens", task, WRITTEN_TASKS)
         found |= dict.fromkeys([task] if is_of_one else WRITTEN_TASKS, int(number))
@@ -121,18 +108,12 @@ def _datasets(arguments: argparse.Namespace, tokenizer: Any) -> list[EvaluationD
     from ..evaluation.data_sets import load_datasets, sources_of_task
 
     datasets = []
-    hiding = [task for task in arguments.tasks if task in _HIDING]
+    of_texts = [task for task in arguments.tasks if task in _OF_TEXTS]
     for domain, sources in (("in", arguments.data), ("out", arguments.out_of_domain)):
-        parsed = [source for task in hiding for source in sources_of_task(sources, task, arguments.lengths)]
-        datasets += load_datasets(
-            parsed if hiding else sources,
-            tokenizer,
-            domain=domain,
-            data_dir=arguments.data_dir,
-            seed=arguments.seed,
-            num_documents=arguments.documents,
-            document_tokens=arguments.document_tokens,
-        )
+        for task in of_texts if sources or domain == "in" else ():
+            sources = sources_of_task(sources, task, arguments.lengths or _LENGTHS[task])
+        read = {"domain": domain, "data_dir": arguments.data_dir, "seed": arguments.seed}
+        datasets += load_datasets(sources, tokenizer, **read)
     return datasets
 
 
@@ -192,7 +173,7 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
         raise ValueError("--plots draws quality by ratio, and nothing is compressed here")
     if arguments.merge_adapters:
         if settings.zero_shot or "self_information" in settings.alternatives:
-            raise ValueError("--merge-adapters: --zero-shot and self_information read the base with the adapters off")
+            raise ValueError("--merge-adapters: zero_shot and self_information read the base with the adapters off")
         merge_adapters(model)
     write = _writer(arguments, earlier)
     report = evaluate_model(
@@ -200,14 +181,10 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
         tokenizer,
         datasets,
         settings,
-        teacher=None if arguments.teacher is None else _load(arguments.teacher, arguments, arguments.teacher_base),
+        teacher=None if arguments.teacher is None else _load(arguments.teacher, arguments, None),
         model_name=model_label(arguments.model),
         num_parameters=num_parameters,
-        # Scores on generated documents mean nothing without their length.
-        notes={
-            "document_tokens": arguments.document_tokens,
-            "teacher": arguments.teacher and model_label(arguments.teacher),
-        },
+        notes={"teacher": arguments.teacher and model_label(arguments.teacher)},
         records=_records(arguments, on_hub=compresses),
         resume_from=earlier,
         on_result=write,
@@ -220,8 +197,8 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
     return write_plots(report, arguments.plots, others) if arguments.plots else []
 
 
-def _rank(arguments: argparse.Namespace) -> None:
-    """Rank the corpus of a folder of BEIR's form, and write and print what came out."""
+def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
+    """Rank a corpus in BEIR's form, and write and print what came out."""
     from ..data.retrieval_sources import JudgedQueries, RetrievalSource
     from ..evaluation.answers_file import write_answers
     from ..evaluation.report_tables import held_out_lines
@@ -232,22 +209,19 @@ def _rank(arguments: argparse.Namespace) -> None:
     from .loading import load_retriever
 
     if len(arguments.data) != 1:
-        raise ValueError(f"--tasks retrieval ranks one folder, FOLDER[@SPLIT], got --data {arguments.data}")
+        raise ValueError(f"--tasks retrieval ranks one corpus, PLACE[@SPLIT], got --data {arguments.data}")
     place, _, split = arguments.data[0].partition("@")
-    folder = Path(arguments.data_dir or ".", place)
-    judged = JudgedQueries(RetrievalSource.from_folder(folder, split or "test"))
+    folder, split = Path(arguments.data_dir or ".", place), split or "test"
+    source = RetrievalSource.from_beir(folder if folder.is_dir() else place, split)
+    name = folder.resolve().name if folder.is_dir() else place
+    model = load_retriever(arguments.model, arguments.dtype, arguments.device)
     content, answers = evaluate_collection(
-        load_retriever(arguments.model, arguments.dtype, arguments.device),
+        model,
         tokenizer_from_place(arguments.model),
-        judged,
-        f"{folder.resolve().name}, {split or 'test'}",
-        ratios=arguments.ratios,
-        bm25="bm25" in arguments.alternatives,
-        records=_records(arguments, on_hub=True),
-        allow_trained_documents=arguments.allow_trained_documents,
-        max_query_tokens=arguments.max_query_tokens,
-        max_document_tokens=arguments.max_context_tokens or 512,
-        batch_size=arguments.batch_size,
+        JudgedQueries(source),
+        f"{name}, {split}",
+        settings,
+        _records(arguments, on_hub=True),
     )
     if arguments.keep_answers:
         write_answers(answers, arguments.keep_answers)
@@ -270,10 +244,12 @@ def _rank(arguments: argparse.Namespace) -> None:
         default=list(DEFAULT_TASKS),
         metavar="TASK",
         help=f"among {', '.join(TASKS)} (default: {' '.join(DEFAULT_TASKS)}); or needles (one fact in running text), "
-        "ruler (the tasks of RULER), or retrieval (a folder of BEIR's form, FOLDER[@SPLIT])",
+        "ruler (kvpress's copy of RULER), or retrieval (a corpus in BEIR's form, PLACE[@SPLIT])",
     ),
     argument(
-        "--config", metavar="YAML", help="file with further settings, the fields of EvaluationSettings, which go first"
+        "--config",
+        metavar="YAML",
+        help="any fields of EvaluationSettings, as text or a file, such as '{zero_shot: true}'; they go first",
     ),
     argument(
         "--ratios",
@@ -292,7 +268,6 @@ def _rank(arguments: argparse.Namespace) -> None:
         metavar="MODEL",
         help="language model, or adapter folder of PEFT, of the bounds (default: the compressor's own decoder)",
     ),
-    argument("--teacher-base", metavar="MODEL", help="base of the teacher's adapter (default: as the adapter says)"),
     argument(
         "--alternatives",
         nargs="+",
@@ -302,15 +277,8 @@ def _rank(arguments: argparse.Namespace) -> None:
         "that the base expects least (self_information), or the words that --text-compressor keeps (keep_drop)",
     ),
     argument("--text-compressor", metavar="MODEL", help="checkpoint of keep_drop"),
-    argument("--zero-shot", action="store_true", help="also score the base language model with the adapters off"),
-    argument("--bounds-only", action="store_true", help="score no context and full context only"),
     argument("--ratios-only", action="store_true", help="leave out no context and full context"),
-    argument(
-        "--merge-adapters",
-        action="store_true",
-        help="merge the compressor's adapters first: faster, rounded in low precision, and two copies of a base that "
-        "encoder and decoder share unless they share their adapter, too",
-    ),
+    argument("--merge-adapters", action="store_true", help="merge the compressor's adapters first, which is faster"),
     argument("--max-samples", type=positive_int, metavar="N", help="samples per data set and task (default: all)"),
     argument(
         "--batch-size",
@@ -324,58 +292,18 @@ def _rank(arguments: argparse.Namespace) -> None:
         nargs="+",
         default=[],
         metavar="N",
-        help="most tokens to write, of one task TASK=N (default: question_answering=32 summarisation=128)",
+        help="most tokens to write, of one task TASK=N (default: question_answering=32 summarization=128)",
     ),
-    argument(
-        "--repetition-penalty",
-        type=float,
-        metavar="P",
-        help="penalty on tokens that were already written, those of the prompt apart, such as 1.3 (GMSA)",
-    ),
-    argument(
-        "--context-tokens",
-        type=positive_int,
-        default=256,
-        metavar="N",
-        help="window of reconstruction and continuation (default: 256)",
-    ),
-    argument(
-        "--continuation-tokens", type=positive_int, default=64, metavar="N", help="tokens to continue (default: 64)"
-    ),
-    argument("--reconstruction-bleu", action="store_true", help="also write reconstructions: BLEU, ROUGE, prefix"),
-    argument(
-        "--restoration-lengths", nargs="+", type=positive_int, metavar="N", help="reconstruct windows of N tokens"
-    ),
-    argument("--bert-score-model", metavar="FOLDER", help="scorer model: what is written gets a BERTScore, too"),
-    argument(
-        "--documents",
-        type=positive_int,
-        default=100,
-        metavar="N",
-        help="number of generated documents, needles and questions of RULER (default: 100)",
-    ),
-    argument(
-        "--document-tokens",
-        type=positive_int,
-        default=128,
-        metavar="N",
-        help="length of generated documents (default: 128)",
-    ),
+    argument("--prompts", metavar="NAME", help="packaged prompts or a file (default: the checkpoint's own)"),
     argument(
         "--lengths",
         nargs="+",
         type=positive_int,
-        default=list(_LENGTHS),
         metavar="N",
-        help=f"tokens of contexts of needles and RULER (default: {' '.join(map(str, _LENGTHS))})",
+        help="tokens of contexts of needles (default: 256 to 4096) and RULER (default: 4096)",
     ),
-    PROMPT_FORMAT,
-    PROMPTS,
     argument(
         "--max-context-tokens", type=positive_int, metavar="N", help="longest context (default: what the model reads)"
-    ),
-    argument(
-        "--max-query-tokens", type=positive_int, default=64, metavar="N", help="longest query (default: %(default)s)"
     ),
     argument(
         "--leave-out-long",
@@ -383,8 +311,6 @@ def _rank(arguments: argparse.Namespace) -> None:
         help="leave out questions and summaries of contexts beyond --max-context-tokens, and count them",
     ),
     argument("--truncate-context", action="store_true", help="cut contexts that do not fit, and count them"),
-    argument("--truncation-side", default="right", metavar="SIDE", help="cut on the right (default) or left"),
-    argument("--allow-untrained-ratio", action="store_true", help="accept ratios the checkpoint was not trained for"),
     argument(
         "--allow-trained-documents",
         action="store_true",
@@ -413,20 +339,20 @@ def main(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError, TypeError, OSError, ImportError: see `evaluate_model`, `load_model` and `load_datasets`.
     """
-    tasks = arguments.tasks
+    tasks = arguments.tasks = list(map(as_spelled_now, arguments.tasks))
     for task in tasks:
-        check_choice("task", task, (*TASKS, *_HIDING, _RETRIEVAL))
-    if len(tasks) > 1 and set(tasks) & {*_HIDING, _RETRIEVAL} and not set(tasks) <= set(_HIDING):
-        raise ValueError(f"needles and ruler, or retrieval, are evaluated apart from other tasks, got {tasks}")
-    if not arguments.data and not arguments.out_of_domain:
+        check_choice("task", task, (*TASKS, *_OF_TEXTS, _RETRIEVAL))
+    if len(tasks) > 1 and set(tasks) & {*_OF_TEXTS, _RETRIEVAL}:
+        raise ValueError(f"needles, ruler and retrieval are each evaluated alone, got {tasks}")
+    if not (arguments.data or arguments.out_of_domain or "ruler" in tasks):
         raise ValueError("give at least one data set with --data or --out-of-domain")
     if arguments.resume and not arguments.output:
         raise ValueError("--resume goes on with what is in --output: name it")
     check_outputs((arguments.output, arguments.keep_answers), arguments.overwrite or arguments.resume)
-    pictures: list[Path] = []
+    settings, pictures = settings_from_arguments(arguments), []
     if tasks == [_RETRIEVAL]:
-        _rank(arguments)
+        _rank(arguments, settings)
     else:
-        pictures = _evaluate(arguments, settings_from_arguments(arguments))
+        pictures = _evaluate(arguments, settings)
     for path in [*filter(None, [arguments.output, arguments.keep_answers]), *pictures]:
         print(f"wrote {path}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from .command import OVERWRITE, argument, command, positive_int, seed
+from .command import OVERWRITE, argument, command, positive_int
 
 _EXAMPLES = """
 # From your own texts, in the words that are yours:
@@ -52,16 +52,7 @@ _CHUNK_SIZE = 2048
         metavar="R",
         help="what it offers, the default first (default: 4 8 2 16)",
     ),
-    argument(
-        "--chunk-size",
-        type=positive_int,
-        metavar="N",
-        help="tokens that are read and ranked together; the cost of longer documents is linear (default: 2048, or "
-        "half of the base's positions where it has fewer than 4096)",
-    ),
-    argument("--gguf-file", metavar="FILE", help="the base is this GGUF file in it"),
     argument("--dtype", default="bfloat16", help="of the weights (default: %(default)s)"),
-    argument("--seed", type=seed, default=1, help="draws the contexts (default: %(default)s)"),
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:
@@ -74,7 +65,6 @@ def main(arguments: argparse.Namespace) -> None:
 
     from ..data.sources import short_form
     from ..data.yaml_text import parse_yaml
-    from ..modeling.checkpoint.gguf_files import gguf_arguments
     from ..modeling.checkpoint.pretrained_bases import base_place
     from ..training.arguments import ModelArguments
     from ..training.loading import load_tokenizer
@@ -86,14 +76,12 @@ def main(arguments: argparse.Namespace) -> None:
         parse_yaml(entry, f"the source {entry!r}") if entry.lstrip().startswith("{") else short_form(entry)
         for entry in arguments.data
     ]
-    named = {"base": arguments.base, **({"base_gguf_file": arguments.gguf_file} if arguments.gguf_file else {})}
-    tokenizer = load_tokenizer(ModelArguments(**named))
-    config = AutoConfig.from_pretrained(base_place(arguments.base), **gguf_arguments(arguments.gguf_file))
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2 * _CHUNK_SIZE
-    chunk_size = arguments.chunk_size or min(_CHUNK_SIZE, positions // 2)
+    tokenizer = load_tokenizer(ModelArguments(base=arguments.base))
+    config = AutoConfig.from_pretrained(base_place(arguments.base)).get_text_config().to_dict()
+    chunk_size = min(_CHUNK_SIZE, config.get("max_position_embeddings", 2 * _CHUNK_SIZE) // 2)
     method = {"compression_ratios": arguments.ratios, "chunk_size": chunk_size, "encoder_lora": None}
     fields = {
-        **named,
+        "base": arguments.base,
         "output_dir": arguments.output,
         "sources": json.dumps([{"tasks": ["reconstruction"], **source} for source in sources]),
         "method_config": json.dumps(method),
@@ -103,7 +91,6 @@ def main(arguments: argparse.Namespace) -> None:
         "max_target_tokens": arguments.max_context_tokens + 1,
         "dtype": arguments.dtype,
         "save_dtype": arguments.dtype,
-        "seed": arguments.seed,
         "overwrite": arguments.overwrite,
     }
     if tokenizer.chat_template is None:

@@ -59,30 +59,23 @@ def load_compressor(
 def check_ratios(name: str, ratios: Sequence[int | str | None], arguments: argparse.Namespace) -> None:
     """Refuse a `--ratio` that a compressor does not have, before its weights are loaded.
 
-    Args:
-        name: Hub id or folder.
-        ratios: as they were given; `None` for the compressor's own.
-        arguments: of the command; `revision` and `allow_untrained_ratio` count where it has them.
-
-    Raises:
-        ValueError: no compressor, a ratio that it was not trained for, or one that it cannot select.
+    `None` is the compressor's own; of the arguments `revision` and `allow_untrained_ratio` count.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
     from ..configuration.field_checks import ratio_tuple
 
-    fields = _fields_of_compressor(name, getattr(arguments, "revision", None))
+    options = vars(arguments)
+    fields = _fields_of_compressor(name, options.get("revision"))
     trained, method = sorted(ratio_tuple(fields["compression_ratios"])), fields["model_type"]
     if "auto" in ratios and not fields.get("ratio_selector"):
         raise ValueError(f"--ratio auto needs a compressor with a ratio selector; {name} has the ratios {trained}")
-    if getattr(arguments, "allow_untrained_ratio", False) or (
-        method in CONFIG_MAPPING and not CONFIG_MAPPING[method].is_trained
-    ):
+    if options.get("allow_untrained_ratio") or (method in CONFIG_MAPPING and not CONFIG_MAPPING[method].is_trained):
         return
     for ratio in ratios:
         if ratio not in (*trained, "auto", None):
-            advice = "; --allow-untrained-ratio goes on" if hasattr(arguments, "allow_untrained_ratio") else ""
+            advice = "; --allow-untrained-ratio goes on" if "allow_untrained_ratio" in options else ""
             raise ValueError(f"--ratio {ratio}: {name} was trained for the ratios {trained}{advice}")
 
 
@@ -102,11 +95,7 @@ def _fields_of_compressor(name: str, revision: str | None) -> dict[str, Any]:
 
 
 def merge_adapters(model: PreTrainedModel) -> None:
-    """Merge a compressor's adapters into its weights, see `--merge-adapters`.
-
-    Raises:
-        ValueError: a plain language model.
-    """
+    """Merge a compressor's adapters into its weights, see `--merge-adapters`; `ValueError` for a language model."""
     if not hasattr(model, "compress"):
         raise ValueError(f"--merge-adapters is for a compressor, not for a {type(model).__name__}")
     model.merge_adapters()
@@ -120,22 +109,9 @@ def load_model(
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a compressor, a language model, or a folder with an adapter that PEFT or TRL saved.
+    """Load a compressor, a language model, or a folder with an adapter that PEFT or TRL saved, merged into its base.
 
-    Args:
-        name: Hub id or folder.
-        base_model: Hub id or folder of the base of a light checkpoint or of an adapter; where it says itself when
-            `None`.
-        dtype: "auto" (as saved), "float32", "bfloat16" or "float16".
-        device: such as "cpu"; "auto" for a GPU if there is one.
-        trust_remote_code: run the code that a Hub repository brings.
-
-    Returns:
-        The model; an adapter is merged into its base, in the base's type.
-
-    Raises:
-        ValueError: an adapter without the name of its base.
-        ImportError: an adapter, and `peft` is not installed.
+    Arguments as for `load_compressor`; `base_model` is also the base of an adapter.
     """
     # Importing the models registers them, so that our own checkpoints need no remote code.
     from .. import modeling  # noqa: F401
@@ -149,16 +125,7 @@ def load_model(
 
 
 def load_retriever(name: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
-    """Load a checkpoint that makes vectors of queries and documents, for inference.
-
-    Args:
-        name: Hub id or folder.
-        dtype: "auto" (as saved), "float32", "bfloat16" or "float16".
-        device: such as "cpu"; "auto" for a GPU if there is one.
-
-    Raises:
-        ValueError: a checkpoint that is no retriever.
-    """
+    """Load a checkpoint that makes vectors of queries and documents, for inference."""
     from transformers import AutoModelForTextEncoding
 
     from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
@@ -182,7 +149,7 @@ def _load_adapter(folder: str | os.PathLike[str], base_model: str | None, dtype:
     with naming_broken(adapter):
         base_model = base_model or PeftConfig.from_pretrained(folder).base_model_name_or_path
     if not base_model:
-        raise ValueError(f"the adapter in {folder} does not name its base: give it (--teacher-base or --base-model)")
+        raise ValueError(f"the adapter in {folder} does not name its base: give it (--base-model)")
     base = load_model(base_model, dtype=dtype, device="cpu")
     with naming_broken(adapter):
         model = PeftModel.from_pretrained(base, folder).merge_and_unload()

@@ -35,9 +35,9 @@ _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
     ),
     argument("--model-id", metavar="NAME", help="repository or folder that the snippet loads (default: the folder)"),
     argument(
-        "--recipe", metavar="RECIPE", help="recipe that was run: names it, and gives licences the run did not record"
+        "--recipe", metavar="RECIPE", help="recipe that was run: names it, and gives licenses the run did not record"
     ),
-    argument("--license", default="apache-2.0", metavar="ID", help="licence of the weights (default: %(default)s)"),
+    argument("--license", default="apache-2.0", metavar="ID", help="license of the weights (default: %(default)s)"),
     examples="""
 context-compressors publish card outputs/my-compressor --scores results.json --limit "It has read English only."
 context-compressors publish card outputs/icae --scores generated.json books.json --recipe embedded/icae.yaml \\
@@ -46,7 +46,7 @@ context-compressors publish card outputs/icae --scores generated.json books.json
 )
 def card(arguments: argparse.Namespace) -> None:
     """Run `context-compressors publish card`; `ValueError` as `write_card`."""
-    from ..hub_cards.write_card import write_card
+    from ..hub_cards.cards import write_card
 
     path = write_card(
         arguments.folder,
@@ -80,7 +80,7 @@ def card(arguments: argparse.Namespace) -> None:
         metavar="FILE",
         help="a file in the folder that is left out or refused otherwise; give it again for several",
     ),
-    argument("--license", metavar="ID", help="licence of the weights (default: the card's, or else the base's)"),
+    argument("--license", metavar="ID", help="license of the weights (default: the card's, or else the base's)"),
     argument("--tag", default=f"v{__version__}", help="name of the version (default: %(default)s)"),
     argument("--public", action="store_true", help="let everybody see it (default: private)"),
     examples="""

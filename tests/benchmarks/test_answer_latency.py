@@ -86,32 +86,3 @@ def test_compiled_decoding_writes_the_same_tokens_and_leaves_prompts_alone(scrip
 
 
 # --- result files ---
-
-
-def test_break_even_is_the_first_number_of_reads_at_which_compressing_costs_no_more(script):
-    break_even = script("answer_latency.measure").break_even
-    assert [break_even(compression, 2.0, 1.0) for compression in (3.0, 3.1, 0.1)] == [3, 4, 1]
-    assert break_even(1.0, 1.0, 1.0) is break_even(1.0, 1.0, 2.0) is None
-
-
-@pytest.mark.parametrize("merged", [False, True])
-def test_answer_latency_writes_a_row_for_every_length_and_ratio(
-    script, merged: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    latency, output = script("answer_latency.measure"), tmp_path / "latency.json"
-    arguments = [*TOY, "--lengths", "16", "33", "--ratios", "4", "8", "--new-tokens", "3", "--repeats", "2"]
-    arguments += ["--output", str(output)] + ["--merge-adapters"] * merged
-    assert latency.main(arguments) == 0
-    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    assert [(row["num_tokens"], row["ratio"], row["slots"]) for row in rows] == [
-        (16, 4, 4),
-        (16, 8, 2),
-        (33, 4, 9),
-        (33, 8, 5),
-    ]
-    for row in rows:
-        assert len(row["samples"]["memory"]) == len(row["samples"]["compression"]) == 2
-        first, last = (latency.medians(row, token) for token in ("first_token", "last_token"))
-        assert (0 < first[0] < last[0], 0 < first[1] < last[1]) == (True, True)
-        assert first[2] == last[2] > 0
-    assert "break-even reads" in capsys.readouterr().out

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from context_compressors.configuration.methods import METHODS
-from context_compressors.evaluation import model_shapes
-from context_compressors.evaluation.model_shapes import method_config
+from context_compressors.evaluation import flops
 from context_compressors.modeling.parts.cache_name import CACHE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,10 +41,10 @@ def tiny_base(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "decal"])
 def test_the_counts_are_those_of_saved_checkpoints(sizes, tiny_base, monkeypatch, tmp_path, method):
-    monkeypatch.setitem(model_shapes._SHAPES, "tiny", TINY)
+    monkeypatch.setitem(flops._SHAPES, "tiny", TINY)
     row = sizes.row_of(method, "tiny", [4, 16])
     base, folder = tiny_base
-    config = method_config(method, model_shapes.named_config("tiny"), [4, 16])
+    config = flops.method_config(method, flops.named_config("tiny"), [4, 16])
     names = ("compression_ratios", "encoder_lora", "decoder_lora", "encoder_layers", "chunk_size", "memory_tokens")
     fields = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
     model_class = type(sizes.on_meta(method, config))

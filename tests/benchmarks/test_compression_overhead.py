@@ -55,15 +55,6 @@ def test_compression_overhead_writes_a_row_for_every_method_and_length(
     assert "<= 1.05" in capsys.readouterr().out
 
 
-def test_the_goal_counts_the_memory_tokens(script):
-    overhead = script("compression_overhead.measure")
-    goals = {("mean_pooling", 4): 1.05, ("icae", 4): 1.35, ("five_hundred_x", 5): 1.296, ("comprexit", 4): 1.15}
-    for (method, ratio), expected in goals.items():
-        assert overhead.goal(method, ratio) == pytest.approx(expected)
-        memory = (1.3, "cached") if method == "comprexit" else (pytest.approx(expected), "encoder")
-        assert overhead.memory_goal(method, ratio) == memory
-
-
 def test_the_bare_encoder_does_the_encoders_whole_work_and_no_more(script):
     tools, overhead = script("common.tools"), script("compression_overhead.measure")
     config = LlamaConfig(

@@ -4,7 +4,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,16 +24,6 @@ def test_no_picture_is_in_two_parts_and_the_parts_are_always_the_same(voco_digit
             assert not set(pictures[part]) & set(pictures[other]), (part, other)
         assert data[part][0].equal(again[part][0])
     assert all(len(set(labels.tolist())) == 10 for _, labels in data.values())
-
-
-def test_the_interval_draws_seeds_and_pictures(voco_digits):
-    assert voco_digits.interval(np.ones((3, 50))) == (100.0, 100.0, 100.0)
-    by_seed = np.repeat([[0.0], [1.0]], 50, axis=1)
-    assert voco_digits.interval(by_seed) == (50.0, 0.0, 100.0)
-    by_picture = np.tile([0.0, 1.0], (3, 200))
-    mean, low, high = voco_digits.interval(by_picture)
-    assert mean == 50
-    assert 43 < low < 47 < 53 < high < 57
 
 
 def test_a_digit_is_answered_without_being_read(voco_digits):

@@ -49,7 +49,7 @@ def saved(tmp_path_factory):
     )
     LlamaForCausalLM(config).save_pretrained(folder / "base")
     (folder / "base" / "README.md").write_text("---\nlicense: mit\n---\n# Base\n")
-    (folder / "base" / "LICENSE").write_text("The base's licence.\n")
+    (folder / "base" / "LICENSE").write_text("The base's license.\n")
     for name, fields in (("checkpoint", {}), ("light", {"hub_id": "me/base"})):
         torch.manual_seed(0)
         model = MeanPoolingForCausalLM.from_base(folder / "base", compression_ratios=[2, 4], **fields)

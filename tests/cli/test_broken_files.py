@@ -75,15 +75,3 @@ def test_a_broken_checkpoint_is_refused_in_one_line_that_names_the_file(
     assert len(lines) == 1
     assert str(folder) in lines[0]
     assert words in lines[0]
-
-
-@pytest.mark.parametrize("name", ["/nope", "./nope", "one/two/three"])
-def test_a_folder_that_is_not_there_is_said_to_be_none(tmp_path, capsys, name):
-    (tmp_path / "text.txt").write_text("Nora Lind keeps bees.")
-    text = str(tmp_path / "text.txt")
-    for arguments in (
-        ["evaluate", name, "--data", text],
-        ["compress-corpus", text, "--model", name, "--store", str(tmp_path / "store"), "--ratio", "2"],
-    ):
-        assert cli.main(arguments) == 1
-        assert f"there is no model {name!r}" in capsys.readouterr().err

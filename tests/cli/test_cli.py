@@ -255,8 +255,8 @@ def test_a_light_checkpoint_takes_its_base_from_the_folder_that_is_named(
     assert cli.main(["ask", light, *question]) == 1
     assert "leaves out the weights" in capsys.readouterr().err
     report = tmp_path / "report.json"
-    arguments = ["evaluate", light, "--data", "generated", "--documents", "2", "--tasks", "reconstruction"]
-    arguments += ["--context-tokens", "16", "--output", str(report)]
+    arguments = ["evaluate", light, "--data", "generated#2", "--tasks", "reconstruction"]
+    arguments += ["--config", "{context_tokens: 16}", "--output", str(report)]
     assert cli.main([*arguments, "--base-model", base]) == 0
     assert report.is_file()
     fields = {"method": "mean_pooling", "checkpoint": light}

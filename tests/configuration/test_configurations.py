@@ -52,7 +52,7 @@ def test_a_wrong_value_names_the_field_the_value_and_what_is_allowed(field, valu
     [
         ("decoder_config", {"model_type": ["llama"]}, r"unknown model_type of `decoder_config`: \['llama'\]"),
         ("decoder_config", {"model_type": "lamma"}, "unknown model_type of `decoder_config`: 'lamma'; did you mean"),
-        ("prompts", {"sumarisation": ""}, "unknown task of `prompts`: 'sumarisation'; did you mean 'summarisation'"),
+        ("prompts", {"sumarisation": ""}, "unknown task of `prompts`: 'sumarisation'; did you mean 'summarization'"),
     ],
 )
 def test_a_wrong_part_of_a_value_is_named(field, value, message):

@@ -3,12 +3,8 @@
 
 import json
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
-from context_compressors.data.files import read_files
-from context_compressors.data.retrieval_sources import RetrievalTable
 from context_compressors.data.rows import read_rows
 from context_compressors.data.sources import DataSource
 
@@ -70,18 +66,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, content, message):
         rows_of(tmp_path, "rows.jsonl", tasks=("reconstruction",))
 
 
-def test_ids_of_several_files_become_texts_where_they_differ(tmp_path):
-    write(tmp_path / "a.jsonl", [{"key": 1, "text": "a"}, {"key": 2, "text": "b"}])
-    write(tmp_path / "b.jsonl", [{"key": "x", "text": "c"}, {"key": None, "text": "d"}])
-    table = rows_of(tmp_path, "*.jsonl", tasks=("reconstruction",), columns={"id": "key"})
-    assert table["id"].to_pylist() == ["1", "2", "x", None]
-    assert table["text"].to_pylist() == ["a", "b", "c", "d"]
-    alone = rows_of(tmp_path, "a.jsonl", tasks=("reconstruction",), columns={"id": "key"})
-    assert alone["id"].to_pylist() == [1, 2]
-    retrieval = RetrievalTable(path="*.jsonl", columns={"query_id": "key"})
-    assert read_files(retrieval, str(tmp_path))["query_id"].to_pylist() == ["1", "2", "x", None]
-
-
 def test_files_whose_columns_differ_are_named(tmp_path):
     write(tmp_path / "a.jsonl", [{**QUESTION, "labels": []}])
     write(tmp_path / "b.jsonl", [{**QUESTION, "labels": ["noon"]}])
@@ -93,21 +77,6 @@ def test_files_whose_columns_differ_are_named(tmp_path):
     )
     with pytest.raises(ValueError, match=message):
         rows_of(tmp_path, "*.jsonl", **labelled)
-
-
-def test_views_of_texts_are_read_as_texts(tmp_path):
-    texts, lists = pyarrow.string_view(), pyarrow.large_list(pyarrow.string_view())
-    table = pyarrow.table({
-        "context": pyarrow.array(["c", "", "d"], texts), "question": ["q"] * 3,
-        "part": pyarrow.array(list("xyx"), texts), "answers": pyarrow.array([["a"], ["b"], ["", "e"]], lists),
-    })  # fmt: skip
-    pyarrow.parquet.write_table(table, tmp_path / "qa.parquet")
-    write(tmp_path / "qa.jsonl", [{**QUESTION, "part": "x"}])
-    found = rows_of(tmp_path, "qa.*", skip_incomplete=True, where={"part": "x"})
-    assert found.select(["context", "answers"]).to_pylist() == [
-        {"context": QUESTION["context"], "answers": ["noon"]}, {"context": "c", "answers": ["a"]},
-        {"context": "d", "answers": ["e"]},
-    ]  # fmt: skip
 
 
 def test_a_file_is_found_by_its_name_before_it_is_a_pattern(tmp_path):
@@ -134,22 +103,3 @@ def test_windows_keep_their_documents_beside_files_without(tmp_path, last):
     (tmp_path / last).unlink()
     (tmp_path / last.replace("jsonl", "txt")).write_text("whole")
     assert found == dict(zip(*rows_of(tmp_path, "*.*", tasks=("continuation",)).to_pydict().values(), strict=True))
-
-
-def test_a_text_in_place_of_a_list_of_documents_is_refused_in_one_of_several_files(tmp_path):
-    for name, documents in (("a", ["a b"]), ("b", "a b")):
-        write(tmp_path / f"{name}.jsonl", [{"text": "b", "source_texts": documents}])
-    message = r"column 'source_texts' must be a list of whole texts, got list.* in .*a\.jsonl and string in .*b\.jsonl"
-    with pytest.raises(ValueError, match=message):
-        rows_of(tmp_path, "*.jsonl", tasks=("continuation",))
-
-
-def test_an_array_of_rows_is_read_as_lines_are(tmp_path):
-    rows = [QUESTION, {**QUESTION, "summary": "2024-01-02", "context": "x" * 70}]
-    write(tmp_path / "lines.json", rows)
-    (tmp_path / "array.json").write_text("\ufeff " + json.dumps(rows, indent=1), encoding="utf-8")
-    assert rows_of(tmp_path, "array.json").to_pylist() == rows_of(tmp_path, "lines.json").to_pylist()
-    for content, message in (("[1, 2]", "1 is not a mapping from columns"), ("[{", "after record 0: Expecting")):
-        (tmp_path / "array.json").write_text(content)
-        with pytest.raises(ValueError, match=message):
-            rows_of(tmp_path, "array.json")

@@ -67,22 +67,6 @@ def test_questions_that_are_asked_together_share_their_context(tokenizer, folder
         assert len(prompts) == 2
 
 
-def test_a_column_is_tokenized_for_the_tasks_that_read_it_only(tokenizer, folder):
-    def columns(*tasks):
-        source = FileSource(DataSource(path="rows.jsonl", tasks=tasks), folder, 0, tokenizer)
-        return source, {id(source.texts(task)) for task in tasks}
-
-    source, read = columns("question_answering", "summarisation")
-    assert len(read) == 1
-    assert source.rows_of_text[source.text_of(3)] == [2, 3]
-    assert len(columns("reconstruction", "continuation")[1]) == 1
-    source, read = columns(*TASKS)
-    assert len(read) == 2
-    assert source.rows_of_text[source.text_of(3)] == [2, 3]
-    assert len(source.texts("question_answering").texts) == 3
-    assert len(source.texts("continuation").texts) == 6
-
-
 def test_only_the_rows_that_a_source_names_are_read(tokenizer, folder):
     source = {"path": "rows.jsonl", "tasks": ["question_answering"], "rows": [2, 4]}
     dataset = CompressionDataset(
@@ -122,10 +106,3 @@ def test_passages_with_marks_in_them_stay_whole(tokenizer, tmp_path):
     found = [[tokenizer.decode(passage) for passage in texts.passages(row)] for row in range(3)]
     assert found == contexts
     assert source.rows_of_text == {0: [0, 2], 1: [1]}
-
-
-def test_joining_goes_with_questions_only():
-    with pytest.raises(ValueError, match=r"contexts_per_document of source 'a\.jsonl'"):
-        DataSource(path="a.jsonl", tasks=("reconstruction",), contexts_per_document=2)
-    with pytest.raises(ValueError, match="got 0"):
-        DataSource(path="a.jsonl", tasks=("question_answering",), contexts_per_document=0)

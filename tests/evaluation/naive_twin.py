@@ -12,11 +12,11 @@ from context_compressors.evaluation.rows import SampleAnswers
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 
-QA, RECONSTRUCTION, CONTINUATION, SUMMARISATION = (
+QA, RECONSTRUCTION, CONTINUATION, SUMMARIZATION = (
     "question_answering",
     "reconstruction",
     "continuation",
-    "summarisation",
+    "summarization",
 )
 ROWS = [
     {
@@ -113,7 +113,7 @@ def naive_answers(
 
 
 def run(model, tokenizer, rows=ROWS, teacher=None, **options):
-    options = {"batch_size": 2, "max_new_tokens": {QA: 6, SUMMARISATION: 6}, **options}
+    options = {"batch_size": 2, "max_new_tokens": {QA: 6, SUMMARIZATION: 6}, **options}
     data = [EvaluationDataset("tiny", rows)]
     return evaluate_model(model, tokenizer, data, EvaluationSettings(**options), teacher=teacher, progress=False)
 

@@ -144,22 +144,3 @@ def test_alternatives_have_the_positions_of_the_slots_and_the_reader_of_the_full
     own = run(model, tokenizer, tasks=(QA,), alternatives=("cut",))
     expected = naive_answers(model, tokenizer, "full_context", shortened, 6)
     assert [sample.answers["cut=4"] for sample in own.answers] == expected
-
-
-def test_alternatives_need_ratios(model, teacher, tokenizer):
-    with pytest.raises(ValueError, match="it takes no alternatives"):
-        run(teacher, tokenizer, alternatives=("cut",))
-    with pytest.raises(ValueError, match="bounds_only compresses nothing: leave out ratios, alternatives"):
-        run(model, tokenizer, alternatives=("cut",), bounds_only=True)
-    with pytest.raises(ValueError, match="unknown alternative 'bm2'; did you mean 'bm25'"):
-        run(model, tokenizer, alternatives=("bm2",))
-    with pytest.raises(ValueError, match="alternatives must be different ones"):
-        run(model, tokenizer, alternatives=("cut", "cut"))
-
-
-def test_chinese_and_japanese_end_sentences_without_spaces_and_are_found_by_their_characters(tokenizer):
-    sentences = ["北京は大きい。", "「東京は？」と彼は言った。", "猫が好きだ！", "上海在海边。"]
-    text = "".join(sentences)
-    assert split_sentences(text) == ["北京は大きい。", "「東京は？」", "と彼は言った。", *sentences[2:]]
-    budget = len(encode(tokenizer, sentences[3]))
-    assert bm25_context(tokenizer, encode(tokenizer, text), "海在哪里？", budget) == encode(tokenizer, sentences[3])

@@ -8,11 +8,8 @@ import torch
 from naive_twin import QA, RECONSTRUCTION, ROWS, naive_scores, run
 
 from context_compressors import cli
-from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.report import EvaluationReport
 from context_compressors.evaluation.report_tables import report_markdown
-from context_compressors.evaluation.samples import EvaluationDataset
-from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.reporting.result_files import rounded
@@ -82,11 +79,6 @@ def test_scores_and_the_reached_ratio_are_those_of_each_text_at_its_own(pipe, to
     assert (read.condition, read.costs["reached_ratio"]) == ("ratio=auto", rounded(reached))
     assert report.ratios(RECONSTRUCTION) == [4, "auto"]
     assert report.reached_ratio(QA) == report.reached_ratio(QA, "tiny") == pytest.approx(reached)
-
-
-def test_evaluation_refuses_auto_without_a_selector(model, tokenizer):
-    with pytest.raises(ValueError, match=r"'auto' needs a checkpoint with a ratio selector; .* \[2, 4\]"):
-        evaluate_model(model, tokenizer, [EvaluationDataset("tiny", ROWS)], EvaluationSettings(ratios=("auto",)))
 
 
 @pytest.mark.slow

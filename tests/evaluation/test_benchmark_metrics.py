@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of LongBench, LongBench v2 and RULER by hand, and questions in kvpress's schema, asked and scored."""
+"""Scores of LongBench and RULER by hand, and questions in kvpress's schema, asked and scored."""
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -29,13 +28,9 @@ SCORES = [
     # "Other" is part of the right label, and does not count as another one.
     ("trec", LABELS, "Other number", ["Other number"], 100),
     ("trec", LABELS, "Date or Other number", ["Other number"], 50),
-    ("lsht", ("体育", "财经"), "财经", ["体育"], 0),
     # Only line ends go in front of the first line.
     ("triviaqa", (), "\n\nParis\nQ:", ["Paris"], 100),
     ("triviaqa", (), "  \nParis", ["Paris"], 0),
-    # Three words, one of them right; the full stop is none.
-    ("multifieldqa_zh", (), "他来自北京大学。", ["北京大学"], 50),
-    ("dureader", (), "我喜欢苹果", ["我喜欢香蕉"], 100 * 2 / 3),
     ("gov_report", (), "the cat sat", ["the cat ran"], 100 * 2 / 3),
     # The library counts a word of a sentence once.
     ("multi_news", (), "a a b", ["a b"], 100),
@@ -43,13 +38,10 @@ SCORES = [
     ("passage_count", (), "There are 5, no, 7 of them.", ["7"], 50),
     ("passage_retrieval_en", (), "Paragraph 3", ["Paragraph 3"], 100),
     ("passage_retrieval_en", (), "Paragraph 3 or 13 or 30", ["Paragraph 3"], 100 / 3),
-    ("passage_retrieval_zh", (), "段落12", ["段落12"], 100),
     # The first line without a comment; 4 of 12 letters, where an edit distance would find 67.
     ("lcc", (), "\n# next\nababab\naaaaab", ["aaaaab"], 33),
     # Four spaces are missing: 16 of 20 letters.
     ("repobench-p", (), "return x", ["    return x"], 80),
-    ("0shot", (), "**The correct answer is (B)**.", ["B"], 100),
-    ("cot", (), "It may be A. The correct answer is C", ["B"], 0),
     ("niah_multiquery", (), "They are 1234567 and 7654321.", ["1234567", "7654321", "1111111", "2222222"], 50),
     ("vt", (), "abcde, FGHIJ", ["ABCDE", "FGHIJ", "KLMNO", "PQRST", "UVWXY"], 40),
     ("fwe", (), "abc\ndef", ["abcdef", "abc", "def"], 100 * 2 / 3),
@@ -58,15 +50,12 @@ SCORES = [
 
 
 @pytest.mark.slow
-def test_scores_are_those_of_the_published_definitions(monkeypatch):
+def test_scores_are_those_of_the_published_definitions():
     for task, classes, output, answers, expected in SCORES:
         assert BenchmarkMetric(task, classes).score(output, answers) == pytest.approx(expected, abs=1e-4), (
             task,
             output,
         )
-    monkeypatch.setitem(sys.modules, "jieba", None)
-    with pytest.raises(ImportError, match=r"LongBench scores with jieba: pip install -e '\.\[benchmarks\]'"):
-        BenchmarkMetric("vcsum").score("a", ["a"])
 
 
 def test_metric_and_length_of_an_answer_are_those_of_the_row():
@@ -81,16 +70,10 @@ def test_metric_and_length_of_an_answer_are_those_of_the_row():
         assert benchmark_max_new_tokens(other) is None
 
 
-@pytest.mark.parametrize("task", ["trec", "lsht_e"])
-def test_a_classification_needs_its_classes(task):
-    with pytest.raises(ValueError, match=f"{task.removesuffix('_e')} is scored by its classes: a row needs them"):
-        benchmark_metric({"task": task, "answer_prefix": "Type:", "answers": ["food"]})
-
-
 def test_questions_of_kvpress_are_put_in_their_own_words(tokenizer):
     row = {"context": "A text.\n", "question": "Who?", "answer_prefix": "Answer:", "answers": ["Ada"], "task": "qa_1"}
     data = EvaluationDataset("tiny", [{**row, "max_new_tokens": 9}, {**row, "max_new_tokens": 3}])
-    settings = EvaluationSettings(max_new_tokens={QA: 6, "summarisation": 6})
+    settings = EvaluationSettings(max_new_tokens={QA: 6, "summarization": 6})
     plain = SampleBuilder(tokenizer, settings, 64).build(data, QA)
     assert [sample.max_new_tokens for sample in plain] == [9, 3]
     assert {tokenizer.decode(sample.prompt_ids) for sample in plain} == {"Who?\nAnswer:"}

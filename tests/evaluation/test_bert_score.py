@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """BERTScore with a tiny scorer, against a twin that matches tokens one by one."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -81,15 +80,6 @@ def test_scores_are_those_of_each_pair_alone(folder: str, tokenizer: PreTrainedT
     assert scorer.score([""], [["red fox"]]) == 0
 
 
-def test_longer_texts_are_cut_and_counted(folder: str, caplog: pytest.LogCaptureFixture):
-    scorer = BertScorer(folder)
-    assert scorer.max_tokens == 12
-    with caplog.at_level(logging.WARNING):
-        score = scorer.score(["red " * 30], [["red " * 10]])
-    assert score == pytest.approx(100, abs=1e-3)
-    assert "1 of 2 texts cut to 12 tokens" in caplog.text
-
-
 def test_an_evaluation_scores_what_is_written(folder: str, tokenizer: PreTrainedTokenizerFast):
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
@@ -99,7 +89,7 @@ def test_an_evaluation_scores_what_is_written(folder: str, tokenizer: PreTrained
         tokenizer_object=tokenizer.backend_tokenizer, bos_token="[CLS]", eos_token="[SEP]", pad_token="[PAD]"
     )
     data = [EvaluationDataset("tiny", [{"context": "red fox jumps over", "question": "the", "answers": ["dog"]}])]
-    tasks, limits = ("question_answering", "reconstruction"), {"question_answering": 4, "summarisation": 4}
+    tasks, limits = ("question_answering", "reconstruction"), {"question_answering": 4, "summarization": 4}
     settings = EvaluationSettings(tasks, max_new_tokens=limits, reconstruction_bleu=True, bert_score_model=folder)
     report = evaluate_model(LlamaForCausalLM(config), words, data, settings, progress=False)
     for task in tasks:

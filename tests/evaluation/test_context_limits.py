@@ -55,7 +55,7 @@ def test_contexts_beyond_the_limit_are_left_out_before_samples_are_drawn_and_cou
         for number in range(4)
     ]
     model = make_base(tokenizer, 0, POSITIONS)
-    how = {"tasks": (QA,), "max_context_tokens": 50, "max_samples": 6, "max_new_tokens": {QA: 2, "summarisation": 2}}
+    how = {"tasks": (QA,), "max_context_tokens": 50, "max_samples": 6, "max_new_tokens": {QA: 2, "summarization": 2}}
     report = run(model, tokenizer, rows, leave_out_long=True, **how)
     assert report.settings["left_out"] == {f"tiny, {QA}": 4}
     ids = [answers.id for answers in report.answers]

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data sets of an evaluation: files, Hub data sets and generated documents, in the forms that training takes."""
 
-import json
 from dataclasses import replace
 from datetime import date
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from naive_twin import CONTINUATION, QA, RECONSTRUCTION, ROWS, SUMMARISATION
+from naive_twin import CONTINUATION, QA, RECONSTRUCTION, SUMMARIZATION
 
 from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.data.rows import read_rows
@@ -18,7 +17,7 @@ from context_compressors.evaluation.held_out import check_held_out
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
 from context_compressors.evaluation.settings import EvaluationSettings
 
-LIMITS = {QA: 6, SUMMARISATION: 6}
+LIMITS = {QA: 6, SUMMARIZATION: 6}
 SHORT = EvaluationSettings(max_new_tokens=LIMITS, context_tokens=8, continuation_tokens=4)
 # Name -> a row as the data set is published, and what is read of it.
 PUBLISHED = {
@@ -97,7 +96,7 @@ def mrqa(tmp_path):
 def test_data_sets_are_read_as_they_are_published_by_training_and_evaluation(tokenizer, tmp_path):
     for name, (row, expected) in PUBLISHED.items():
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
-        task = QA if isinstance(expected, list) else SUMMARISATION
+        task = QA if isinstance(expected, list) else SUMMARIZATION
         (read,) = read_rows(DataSource(path="rows.parquet", tasks=(task,)), str(tmp_path)).to_pylist()
         found = {key: read[key] for key in ("context", "question", "answers", "summary") if key in read}
         texts = {"question": "q", "answers": expected} if task == QA else {"summary": expected}
@@ -117,7 +116,7 @@ def test_windows_count_as_the_documents_that_they_name(tokenizer, tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*windows, other]), tmp_path / "windows.parquet")
     (data,) = load_datasets(["windows.parquet"], tokenizer, data_dir=str(tmp_path))
     builder = SampleBuilder(tokenizer, replace(SHORT, context_tokens=16))
-    for task in (QA, SUMMARISATION, RECONSTRUCTION, CONTINUATION):
+    for task in (QA, SUMMARIZATION, RECONSTRUCTION, CONTINUATION):
         samples = builder.build(data, task)
         # A row's own text may have trained a model that does not know what it was cut from.
         ids = [(document_id(whole), document_id(row["context"])) for row in windows]
@@ -126,7 +125,7 @@ def test_windows_count_as_the_documents_that_they_name(tokenizer, tmp_path):
         # What makes a document hard, all of its windows share: a bootstrap draws them together.
         assert [sample.document for sample in samples] == [0, 0, 1], task
     seen = {"ours": TrainingDocuments(trained={document_id(whole)})}
-    work = [(data, SUMMARISATION, builder.build(data, SUMMARISATION))]
+    work = [(data, SUMMARIZATION, builder.build(data, SUMMARIZATION))]
     with pytest.raises(ValueError, match=r"1 of 4 documents of 'windows' trained ours \(samples 0\)"):
         check_held_out(work, seen)
     seen = {"ours": TrainingDocuments(trained={document_id(windows[1]["context"])})}
@@ -158,40 +157,6 @@ def test_rows_are_kept_by_value_and_each_value_gets_a_data_set(tokenizer, mrqa):
     ):
         with pytest.raises(ValueError, match=message):
             load_datasets([{**source, "where": where}], **read)
-
-
-def test_incomplete_rows_are_left_out_and_counted_where_the_source_says_so(tokenizer, tmp_path, caplog):
-    whole = {"context": "c", "question": "q", "answers": ["a"]}
-    rows = [whole, {**whole, "answers": []}, {**whole, "question": None}, {**whole, "context": " "}, whole]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    source = {"path": "rows.parquet", "skip_incomplete": True}
-    (data,) = load_datasets([source], tokenizer, data_dir=str(tmp_path))
-    assert list(data.examples) == [whole, whole]
-    assert "source 'rows.parquet': 3 of 5 rows left out: incomplete" in caplog.text
-    trained = read_rows(DataSource.from_mapping({**source, "tasks": [QA]}), str(tmp_path))
-    assert trained.to_pylist() == [whole, whole]
-    restored = read_rows(DataSource.from_mapping({**source, "tasks": [RECONSTRUCTION]}), str(tmp_path))
-    assert restored.num_rows == 4
-
-
-def test_a_data_set_may_have_a_number_of_samples_and_columns_of_its_own(tokenizer, tmp_path):
-    rows = [{"story": f"text {n}", "question": f"{n}?", "reply": {"text": ["a"]}} for n in range(9)]
-    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    source = "{title: mine, path: qa.jsonl, max_samples: 4, columns: {context: story, answers: reply.text}}"
-    (data,) = load_datasets([source], tokenizer, data_dir=str(tmp_path))
-    assert (data.name, data.max_samples, len(data.examples)) == ("mine", 4, 9)
-    assert len(SampleBuilder(tokenizer, SHORT).build(data, QA, 2)) == 4
-    (data,) = load_datasets(["generated#7"], tokenizer, num_documents=1, document_tokens=150)
-    assert data.max_samples == 7
-
-
-def test_sources_are_files_and_generated_documents(tokenizer, qa_file, tmp_path):
-    (data,) = load_datasets(["qa_rows.parquet"], tokenizer, data_dir=str(tmp_path), domain="out")
-    assert (data.name, data.domain, list(data.examples)) == ("qa_rows", "out", ROWS)
-    assert data.tasks() == (QA, CONTINUATION, RECONSTRUCTION)
-    (tmp_path / "plain.jsonl").write_text(json.dumps({"text": "one"}) + "\n" + json.dumps({"text": "two"}) + "\n")
-    (named,) = load_datasets(["books=plain.jsonl"], tokenizer, data_dir=str(tmp_path))
-    assert (named.name, named.tasks()) == ("books", (CONTINUATION, RECONSTRUCTION))
 
 
 def test_data_sets_say_what_they_were_read_from_and_no_folder(tokenizer, mrqa):

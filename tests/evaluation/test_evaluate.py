@@ -20,17 +20,12 @@ from naive_twin import (
     naive_scores,
     run,
 )
-from tqdm.auto import tqdm
 from transformers import LlamaForCausalLM
 
 from context_compressors.data.task_tokens import add_task_tokens, task_start_ids
-from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.metrics import squad_scores
 from context_compressors.evaluation.paired import paired_difference
 from context_compressors.evaluation.report_tables import report_markdown
-from context_compressors.evaluation.results import Tally
-from context_compressors.evaluation.samples import EvaluationDataset, Sample
-from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.memory.key_value_memory import position_bytes
 from context_compressors.modeling.parts.text_ids import text_tokenizer
 from context_compressors.training.objectives.compression_collator import CompressionCollator
@@ -50,23 +45,6 @@ def test_reconstruction_equals_the_naive_twin_under_every_condition(model, token
             )
 
 
-def test_progress_moves_with_each_condition(model, tokenizer, monkeypatch):
-    shown = []
-
-    class Bar(tqdm):
-        def update(self, n=1):
-            shown.append((n, self.postfix))
-            return super().update(n)
-
-    monkeypatch.setattr("context_compressors.evaluation.evaluate.tqdm", Bar)
-    data = [EvaluationDataset("tiny", ROWS)]
-    settings = EvaluationSettings(tasks=(RECONSTRUCTION,), batch_size=len(ROWS))
-    evaluate_model(model, tokenizer, data, settings, progress=True)
-    for condition in CONDITIONS:
-        place = f"tiny, {RECONSTRUCTION}, {condition}"
-        assert sum(number for number, shown_at in shown if shown_at == place) == len(ROWS)
-
-
 def test_continuation_equals_the_naive_twin(model, tokenizer):
     rows = [{"text": "abcdefghijkl"}, {"text": "The cat sat "}]
     report = run(model, tokenizer, rows, tasks=(CONTINUATION,), context_tokens=8, continuation_tokens=4)
@@ -74,13 +52,6 @@ def test_continuation_equals_the_naive_twin(model, tokenizer):
     for condition in CONDITIONS:
         expected = naive_scores(model, tokenizer, condition, triples, ends=True)["perplexity"]
         assert report.score("tiny", CONTINUATION, condition, "perplexity") == pytest.approx(expected, rel=1e-4)
-
-
-def test_summaries_have_rouge_by_sentence_beside_the_others():
-    tally = Tally([Sample([], [], [], ["A cat sat. The dog barked."])], predictions={0: "The dog barked. A cat sat."})
-    scores = {name: statistic.score() for name, statistic in tally.statistics("summarisation").items()}
-    assert set(scores) == {"rouge1", "rouge2", "rougeL", "rougeLsum"}
-    assert (scores["rougeL"], scores["rougeLsum"]) == (pytest.approx(50.0), pytest.approx(100.0))
 
 
 @pytest.mark.slow
@@ -176,16 +147,6 @@ def test_restoration_scores_are_of_what_the_model_writes(model, tokenizer, condi
         assert sample.answers[condition] == answer
 
 
-@pytest.mark.slow
-def test_answers_are_scored_token_by_token_when_asked_for(model, tokenizer):
-    assert "answer_perplexity" not in run(model, tokenizer, tasks=(QA,)).metric_names(QA)
-    report = run(model, tokenizer, tasks=(QA,), answer_perplexity=True)
-    triples = [(row["context"], f"\nQuestion: {row['question']}\nAnswer:", f" {row['answers'][0]}") for row in ROWS]
-    for condition in CONDITIONS:
-        expected = naive_scores(model, tokenizer, condition, triples, ends=True)["perplexity"]
-        assert report.score("tiny", QA, condition, "answer_perplexity") == pytest.approx(expected, rel=1e-4)
-
-
 def test_a_task_token_starts_the_text_behind_slots_and_needs_no_words(token_model, tokenizer):
     report = run(token_model, tokenizer, tasks=(RECONSTRUCTION,))
     assert report.settings["prompts"] == "memory_tokens"
@@ -201,34 +162,6 @@ def test_a_task_token_starts_the_text_behind_slots_and_needs_no_words(token_mode
         start = token_model.config.continuation_token_id
         expected = naive_scores(token_model, tokenizer, condition, triples, start=start, ends=True)["perplexity"]
         assert report.score("tiny", CONTINUATION, condition, "perplexity") == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", [QA, RECONSTRUCTION])
-def test_texts_written_from_task_tokens_equal_the_naive_twin(token_model, tokenizer, task):
-    rows = ROWS[:2]
-    report = run(token_model, tokenizer, rows, tasks=(task,), reconstruction_bleu=True, batch_size=1)
-    config = token_model.config
-    template, start = TOKEN_TEMPLATE, config.continuation_token_id
-    if task == RECONSTRUCTION:
-        template, start = "", config.reconstruction_token_id
-    for condition in CONDITIONS:
-        for row, sample in zip(rows, report.answers, strict=True):
-            limit = 6 if task == QA else len(row["context"])
-            (expected,) = naive_answers(token_model, tokenizer, condition, [row], limit, template, start)
-            assert sample.answers[condition] == expected, condition
-
-
-def test_a_text_that_says_a_task_token_is_only_a_text(token_model):
-    tokenizer = make_tokenizer()
-    assert add_task_tokens(tokenizer) == token_model.config.task_token_ids
-    rows = [{"text": "say [AE] and [LM] and <eos> twice"}]
-    # 33 characters: as special tokens, [AE] and [LM] would be no tokens of the encoder's.
-    report = run(token_model, tokenizer, rows, tasks=(RECONSTRUCTION,), ratios=(2,))
-    triples = [(rows[0]["text"], "", rows[0]["text"])]
-    start = token_model.config.reconstruction_token_id
-    expected = naive_scores(token_model, text_tokenizer(tokenizer), "ratio=2", triples, start=start)
-    assert report.score("tiny", RECONSTRUCTION, "ratio=2", "perplexity") == pytest.approx(expected["perplexity"], 1e-4)
 
 
 @pytest.mark.parametrize("mode", ["no_context", "full_context"])

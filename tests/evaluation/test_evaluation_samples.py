@@ -5,16 +5,15 @@ import math
 import string
 
 import pytest
-from naive_twin import CONTINUATION, QA, RECONSTRUCTION, ROWS, SUMMARISATION, run
+from naive_twin import CONTINUATION, QA, RECONSTRUCTION, ROWS, SUMMARIZATION, run
 
-from context_compressors.data.document_ids import document_id
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
 from context_compressors.evaluation.settings import EvaluationSettings
 
 
 def builder(tokenizer, max_positions=512, **options):
-    options = {"max_new_tokens": {QA: 6, SUMMARISATION: 6}, "context_tokens": 8, "continuation_tokens": 4, **options}
+    options = {"max_new_tokens": {QA: 6, SUMMARIZATION: 6}, "context_tokens": 8, "continuation_tokens": 4, **options}
     return SampleBuilder(tokenizer, EvaluationSettings(**options), max_positions)
 
 
@@ -35,32 +34,16 @@ def test_restoration_at_several_lengths_takes_whole_windows(model, tokenizer):
         run(model, tokenizer, rows, tasks=(RECONSTRUCTION,), restoration_lengths=(64,))
 
 
-def test_restorations_are_drawn_from_texts_that_are_long_enough(tokenizer, caplog):
-    long = ["0123456789" * 4, "9876543210" * 4]
-    data = EvaluationDataset("tiny", [{"text": text} for text in [*(f"short {n}" for n in range(20)), *long]])
-    ((_, _, samples),) = builder(tokenizer).build_by_length(data, RECONSTRUCTION, (32,), max_samples=2)
-    texts = [tokenizer.decode(sample.context_ids) for sample in samples]
-    assert [text in source for text, source in zip(texts, long, strict=True)] == [True, True]
-    assert "20 of 22 rows left out: texts of less than 32 tokens" in caplog.text
-
-
 def test_several_summaries_of_a_context_are_references_of_one_sample(tokenizer, model):
     rows = [
         {"context": "a b c", "summary": "a"},
         {"context": "d e f", "summary": "d"},
         {"context": "a b c", "summary": "b"},
     ]
-    report = run(model, tokenizer, rows, tasks=(SUMMARISATION,))
+    report = run(model, tokenizer, rows, tasks=(SUMMARIZATION,))
     assert {row.num_samples for row in report.rows} == {2}
-    samples = builder(tokenizer).build(EvaluationDataset("tiny", rows), SUMMARISATION)
+    samples = builder(tokenizer).build(EvaluationDataset("tiny", rows), SUMMARIZATION)
     assert [sample.references for sample in samples] == [["a", "b"], ["d"]]
-
-
-def test_a_prefix_stands_in_front_of_contexts_with_questions_only(tokenizer):
-    data = EvaluationDataset("tiny", ROWS[:1])
-    with_prefix = builder(tokenizer, context_prefix="# Text\n")
-    assert tokenizer.decode(with_prefix.build(data, QA)[0].context_ids) == f"# Text\n{ROWS[0]['context']}"
-    assert tokenizer.decode(with_prefix.build(data, RECONSTRUCTION)[0].context_ids) in ROWS[0]["context"]
 
 
 def test_only_a_text_that_ends_is_continued_to_its_end(tokenizer):
@@ -92,48 +75,13 @@ def test_samples_are_drawn_from_all_rows_and_stay_the_same_whatever_else_is_eval
     # Each sixth of the rows has about a sixth of the 240 draws.
     assert all(20 <= sum(10 * part <= row < 10 * part + 10 for row in drawn) <= 60 for part in range(6))
     alone = run(model, tokenizer, rows, tasks=(QA,), max_samples=5)
-    options = {"batch_size": 2, "max_new_tokens": {QA: 6, SUMMARISATION: 6}, "max_samples": 5}
+    options = {"batch_size": 2, "max_new_tokens": {QA: 6, SUMMARIZATION: 6}, "max_samples": 5}
     others = [EvaluationDataset("other", ROWS), EvaluationDataset("tiny", rows)]
     settings = EvaluationSettings(tasks=(RECONSTRUCTION, QA), **options)
     beside = evaluate_model(model, tokenizer, others, settings, progress=False)
     asked = [sample.id for sample in beside.answers if (sample.dataset, sample.task) == ("tiny", QA)]
     assert asked == [sample.id for sample in alone.answers]
     assert len(set(asked)) == 5
-
-
-def test_samples_say_which_row_and_which_document_they_are_from(tokenizer):
-    rows = [{**ROWS[0], "id": "first"}, {**ROWS[1], "id": None}, {**ROWS[0], "id": 7, "question": "Where?"}]
-    samples = builder(tokenizer).build(EvaluationDataset("tiny", rows), QA)
-    assert [(sample.id, sample.document) for sample in samples] == [("first", 0), ("1", 1), ("7", 0)]
-    assert [sample.question for sample in samples] == ["Who keeps a cat?", "How many pens?", "Where?"]
-    texts = builder(tokenizer).build(EvaluationDataset("tiny", rows), RECONSTRUCTION)
-    assert [(sample.id, sample.document) for sample in texts] == [("first", 0), ("1", 1)]
-
-
-def test_a_window_is_continued_to_an_end_only_where_its_document_ends(tokenizer):
-    whole = "abcdefghijklmnop"
-    sources = {
-        "abcdef": [whole],
-        "ghijkl": ["other", whole],
-        "klmnop": ["other", f"{whole}\n"],
-        "lmnop \n": [whole],
-        "mnopqr": None,
-        "opqrst": [],
-    }
-    for column in ("text", "context"):
-        rows = [{column: text, "source_texts": texts} for text, texts in sources.items()]
-        samples = builder(tokenizer).build(EvaluationDataset("tiny", rows), CONTINUATION)
-        ends = [sample.target_ids[-1] == tokenizer.eos_token_id for sample in samples]
-        assert ends == [False, False, True, True, True, True], column
-        # Nothing but the EOS is left out.
-        read = [tokenizer.decode([*sample.context_ids, *sample.target_ids]) for sample in samples]
-        assert [text.removesuffix("<eos>") for text in read] == list(sources), column
-
-
-def test_contexts_that_do_not_fit_are_refused(model, tokenizer):
-    rows = [*ROWS, {"context": "x" * 600, "question": "What?", "answers": ["x"]}]
-    with pytest.raises(ValueError, match=r"a context of 600 tokens.*positions leave \d+ .*--truncate-context"):
-        run(model, tokenizer, rows, tasks=(QA,))
 
 
 @pytest.mark.parametrize("task", [QA, RECONSTRUCTION, CONTINUATION])
@@ -157,7 +105,7 @@ def test_contexts_lose_their_beginning_on_request_behind_the_prefix(tokenizer, p
     data = EvaluationDataset("tiny", rows)
     options = {"max_context_tokens": 10 + len(prefix), "context_prefix": prefix, "truncate_context": True}
     for side, kept in (("right", rows[0]["context"][:10]), ("left", rows[0]["context"][-10:])):
-        for task in (QA, SUMMARISATION):
+        for task in (QA, SUMMARIZATION):
             cut = builder(tokenizer, 512, truncation_side=side, **options).build(data, task)[0]
             assert (tokenizer.decode(cut.context_ids), cut.truncated) == (prefix + kept, True)
     # Of a text, the end is continued and the beginning repeated, whichever side is cut.
@@ -176,7 +124,7 @@ def test_answers_may_be_a_list_a_string_or_a_squad_mapping(tokenizer):
     assert [sample.references for sample in builder(tokenizer).build(data, QA)] == [["a", "b"], ["a"], ["a", "b"]]
     for empty in ([], {"text": []}, None):
         data = EvaluationDataset("tiny", [{"context": "a b", "question": "?", "answers": empty}])
-        with pytest.raises(ValueError, match="data set 'tiny' has a question without answers"):
+        with pytest.raises(ValueError, match="data set 'tiny'.*answers must be one or more texts"):
             builder(tokenizer).build(data, QA)
 
 
@@ -192,8 +140,8 @@ def test_answers_may_be_a_list_a_string_or_a_squad_mapping(tokenizer):
         (QA, "answers", ["a", " "]),
         (QA, "answers", math.nan),
         (QA, "question", " "),
-        ("summarisation", "summary", None),
-        ("summarisation", "summary", ""),
+        ("summarization", "summary", None),
+        ("summarization", "summary", ""),
         (RECONSTRUCTION, "context", 5),
     ],
 )
@@ -202,16 +150,3 @@ def test_a_row_that_lacks_a_value_is_named(tokenizer, task, column, value):
     data = EvaluationDataset("tiny", [whole, {**whole, column: value}])
     with pytest.raises(ValueError, match=r"data set 'tiny'.* in row 1 \(counted from 0\)"):
         builder(tokenizer).build(data, task)
-
-
-def test_a_benchmarks_question_may_be_blank(tokenizer):
-    row = {"context": "a b", "question": "", "answers": ["a"], "task": "lcc", "answer_prefix": "Next line:"}
-    assert len(builder(tokenizer).build(EvaluationDataset("code", [row]), QA)) == 1
-
-
-@pytest.mark.parametrize("task", [RECONSTRUCTION, "summarisation"])
-def test_rows_of_one_text_keep_the_documents_of_all(tokenizer, task):
-    row = {"context": "a b c d", "summary": "a"}
-    rows = [{**row, "source_texts": sources} for sources in (["first"], None, ["second", "first"])]
-    (sample,) = builder(tokenizer).build(EvaluationDataset("twice", rows), task)
-    assert set(map(document_id, ("first", "second"))) <= set(sample.source_ids)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores against hand-made cases, the paper's own numbers, and the reference implementations."""
 
-import math
-
+import numpy as np
 import pytest
 import sacrebleu
 import torch
@@ -12,18 +11,15 @@ from rouge_score import rouge_scorer
 from torch.nn import functional
 
 from context_compressors.evaluation.metrics import (
-    bleu,
+    bleu_counts,
+    bleu_of_counts,
     normalize_answer,
     prefix_exact_match,
     rouge_lsum,
-    rouge_scores,
     squad_scores,
-    substring_accuracy,
     summed_nll,
     teacher_normalized,
 )
-
-TEXT_SCORES = (squad_scores, substring_accuracy, rouge_scores, rouge_lsum, bleu)
 
 
 @pytest.mark.parametrize(
@@ -57,20 +53,6 @@ TEXTS = st.lists(WORDS, max_size=3).map("\n".join)
 
 
 @pytest.mark.slow
-@given(st.lists(st.tuples(WORDS, st.lists(WORDS, min_size=1, max_size=3)), min_size=1, max_size=4))
-def test_rouge_equals_googles_scorer(samples):
-    predictions, references = [sample[0] for sample in samples], [sample[1] for sample in samples]
-    scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
-    scores = rouge_scores(predictions, references)
-    for key in ("rouge1", "rouge2", "rougeL"):
-        best = [
-            max(scorer.score(reference, prediction)[key].fmeasure for reference in texts)
-            for prediction, texts in samples
-        ]
-        assert scores[key] == pytest.approx(100 * sum(best) / len(best), abs=1e-3)
-
-
-@pytest.mark.slow
 @given(st.lists(st.tuples(TEXTS, st.lists(TEXTS, min_size=1, max_size=3)), min_size=1, max_size=4))
 def test_rouge_lsum_equals_googles_scorer_over_lines(samples):
     scorer = rouge_scorer.RougeScorer(["rougeLsum"], use_stemmer=False)
@@ -95,7 +77,8 @@ def test_bleu_equals_sacrebleu_on_a_corpus_with_several_references():
         ["The man bit him first.", "The man had bitten the dog."],
     ]
     expected = sacrebleu.corpus_bleu(predictions, [list(stream) for stream in zip(*references, strict=True)]).score
-    assert bleu(predictions, references) == pytest.approx(expected, abs=1e-3)
+    counts = [bleu_counts(*pair) for pair in zip(predictions, references, strict=True)]
+    assert bleu_of_counts(np.sum(counts, axis=0)) == pytest.approx(expected, abs=1e-3)
 
 
 def test_prefix_exact_match_is_the_share_before_the_first_mistake():
@@ -109,12 +92,6 @@ def test_prefix_exact_match_is_the_share_before_the_first_mistake():
     assert prefix_exact_match([[]], [reference]) == 0.0
 
 
-def test_uniform_predictions_cost_the_logarithm_of_the_vocabulary_size():
-    labels = torch.tensor([[1, 2, -100], [3, -100, -100]])
-    total, count = summed_nll(torch.zeros(2, 3, 50), labels)
-    assert (total, count) == (pytest.approx(3 * math.log(50.0), rel=1e-5), 3)
-
-
 def test_summed_nll_equals_plain_cross_entropy():
     torch.manual_seed(0)
     logits, labels = torch.randn(3, 7, 11), torch.randint(0, 11, (3, 7))
@@ -125,26 +102,7 @@ def test_summed_nll_equals_plain_cross_entropy():
     assert (total, count) == (pytest.approx(float(expected), rel=1e-5), 10)
 
 
-def test_summed_nll_accumulates_half_precision_in_float32():
-    logits = torch.zeros(1, 4000, 8, dtype=torch.bfloat16)
-    total, count = summed_nll(logits, torch.zeros(1, 4000, dtype=torch.long))
-    assert total == pytest.approx(count * math.log(8), rel=1e-5)
-
-
 @pytest.mark.parametrize(("score", "expected"), [(71.66, 0.947923), (70.55, 0.926273), (45.92, 0.445875)])
 def test_teacher_normalised_score_of_the_mean_pooling_paper(score, expected):
     """Table 1, Qwen3-8B: 4x single, 4x multi and 128x multi between 74.33 (full) and 23.06 (none)."""
     assert teacher_normalized(score, full=74.33, none=23.06) == pytest.approx(expected, abs=1e-6)
-
-
-def test_teacher_normalised_score_is_undefined_when_the_context_is_worth_nothing():
-    assert math.isnan(teacher_normalized(30.0, full=20.0, none=20.0))
-
-
-def test_text_scores_refuse_what_they_cannot_score():
-    for predictions, references in (([], []), (["a", "b"], [["a"]])):
-        with pytest.raises(ValueError, match="one or more predictions need references, got"):
-            squad_scores(predictions, references)
-    for wrong in ([], "a"):
-        with pytest.raises(ValueError, match=r"references\[1\] must be a list of one or more texts, got"):
-            rouge_scores(["a", "b"], [["a"], wrong])

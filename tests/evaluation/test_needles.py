@@ -11,27 +11,11 @@ from context_compressors import cli
 from context_compressors.data.document_ids import document_id
 from context_compressors.data.synthetic_documents import generate_document, split_of
 from context_compressors.evaluation import needles
-from context_compressors.evaluation.metrics import substring_accuracy
 from context_compressors.evaluation.needles import KINDS, draw_needle, needle_examples
 from context_compressors.evaluation.report import EvaluationReport
 
 # Running text whose sentences tell where they stand.
 TEXTS = [" ".join(f"This is sentence {number} of text {text}." for number in range(60)) for text in range(4)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_needle_says_its_answer_and_its_question_does_not(kind):
-    drawn = {draw_needle(kind, random.Random(seed)) for seed in range(300)}
-    assert len(drawn) > 200
-    for needle in drawn:
-        assert needle.answers[0] in needle.sentence
-        assert needle.town in needle.sentence
-        assert needle.town in needle.question
-        assert not any(answer in needle.question for answer in needle.answers)
-        assert needle.question.endswith("?")
-        assert "{" not in needle.sentence + needle.question
-        # Either way of saying it counts.
-        assert substring_accuracy([f"It is {needle.answers[-1]}."], [needle.answers]) == 100
 
 
 def test_needles_are_about_names_that_training_documents_never_say():
@@ -68,15 +52,6 @@ def test_needles_are_the_same_at_every_length_and_change_with_the_seed(tokenizer
     assert again == needle_examples(TEXTS, tokenizer, 150, 9, 0)
 
 
-def test_running_text_leaves_out_sentences_that_would_answer_too(tokenizer):
-    needle = draw_needle("numbers", random.Random("0/needle/0"))
-    spoilt = [
-        f"{text} {needle.sentence} In {needle.town}, all is well. {needle.answers[0]} is a number." for text in TEXTS
-    ]
-    (example,) = needle_examples(spoilt, tokenizer, 5000, 1)
-    assert example["context"].count(needle.town) == example["context"].count(needle.answers[0]) == 1
-
-
 def test_contexts_go_on_in_the_next_text_and_behind_the_last_one_in_the_first(tokenizer):
     num_tokens = sum(len(text) for text in TEXTS)
     for example in needle_examples(TEXTS, tokenizer, num_tokens, 9):
@@ -99,16 +74,16 @@ def test_the_command_asks_for_needles_at_each_length(folders, tokenizer, tmp_pat
         "--tasks",
         "needles",
         "--data",
-        str(tmp_path / "books.jsonl"),
+        str(tmp_path / "books.jsonl") + "#6",
     ]
-    argv += ["--documents", "6", "--max-new-tokens", "2", "--ratios", "2", "--device", "cpu", "--output", str(output)]
+    argv += ["--max-new-tokens", "2", "--ratios", "2", "--device", "cpu", "--output", str(output)]
     assert cli.main([*argv, "--lengths", "100", "160", "--plots", str(tmp_path / "plots")]) == 0
     report = EvaluationReport.load(output)
     assert report.datasets(QA) == ["needles, 100 tokens", "needles, 160 tokens"]
     assert report.conditions(QA) == ["no_context", "full_context", "ratio=2"]
     # Needles whose contexts begin in one text are drawn together.
     assert all(row.num_samples == 6 > row.num_documents for row in report.rows)
-    source = {"path": "books.jsonl", "kind": "needles", "document_tokens": 160}
+    source = {"path": "books.jsonl", "kind": "needles", "document_tokens": 160, "max_samples": 6}
     assert report.settings["sources"]["needles, 160 tokens"] == source
     contexts = {document_id(row["context"]) for row in needle_examples(TEXTS, tokenizer, 100, 6)}
     assert contexts <= set(report.documents["needles, 100 tokens"].split())
@@ -127,4 +102,4 @@ def test_the_command_asks_for_needles_at_each_length(folders, tokenizer, tmp_pat
         assert cli.main([*argv, "--lengths", "100", "--overwrite"]) == 1
         assert message in capsys.readouterr().err
     assert cli.main([*argv, "--tasks", "needles", QA]) == 1
-    assert "needles and ruler, or retrieval, are evaluated apart from other tasks" in capsys.readouterr().err
+    assert "needles, ruler and retrieval are each evaluated alone" in capsys.readouterr().err

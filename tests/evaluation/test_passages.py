@@ -43,7 +43,7 @@ def test_an_evaluation_compresses_each_passage_alone(source, model, tokenizer):
 
 
 def test_a_teacher_reads_passages_as_one_text_and_hands_them_on(source, teacher, tokenizer, tmp_path):
-    settings = EvaluationSettings(batch_size=2, max_new_tokens={"question_answering": 4, "summarisation": 4})
+    settings = EvaluationSettings(batch_size=2, max_new_tokens={"question_answering": 4, "summarization": 4})
     write_targets(teacher, tokenizer, [source], tmp_path / "apart.jsonl", settings=settings, progress=False)
     row = {"id": "q", "context": "\n\n".join(PASSAGES), "question": "Who keeps bees?"}
     (tmp_path / "joined.jsonl").write_text(json.dumps(row))

@@ -2,17 +2,14 @@
 """An evaluation that was stopped goes on where it stopped, and with no other."""
 
 import copy
-from dataclasses import replace
 
 import pytest
-from naive_twin import QA, RECONSTRUCTION, ROWS, SUMMARISATION, run
+from naive_twin import QA, RECONSTRUCTION, ROWS, SUMMARIZATION, run
 
 from context_compressors.data.document_ids import TrainingDocuments, document_id
-from context_compressors.evaluation.benchmark_metrics import BenchmarkMetric
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.report import EvaluationReport
-from context_compressors.evaluation.results import samples_digest
-from context_compressors.evaluation.samples import EvaluationDataset, Sample
+from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.reporting.result_files import rounded
@@ -34,7 +31,7 @@ def test_an_evaluation_goes_on_where_it_stopped(model, tokenizer, tmp_path):
     datasets = [EvaluationDataset("qa", ROWS), EvaluationDataset("text", [{"text": "plain text"}, {"text": "more"}])]
     # More digits than a file has.
     settings = EvaluationSettings(
-        tasks=(QA, RECONSTRUCTION), max_new_tokens={QA: 2, SUMMARISATION: 2}, ratios=(4,), repetition_penalty=1.23456
+        tasks=(QA, RECONSTRUCTION), max_new_tokens={QA: 2, SUMMARIZATION: 2}, ratios=(4,), repetition_penalty=1.23456
     )
     whole = evaluate_model(model, tokenizer, datasets, settings, progress=False)
 
@@ -68,25 +65,6 @@ def test_an_evaluation_goes_on_where_it_stopped(model, tokenizer, tmp_path):
     assert comparable(done) == comparable(whole)
 
 
-def test_sources_stand_in_a_report_and_decide_nothing(model, tokenizer, tmp_path):
-    first, second = (EvaluationDataset(name, ROWS, source={"path": f"{name}.jsonl"}) for name in "ab")
-    settings = EvaluationSettings(tasks=(QA,), max_new_tokens={QA: 2, SUMMARISATION: 2}, ratios=(4,), ratios_only=True)
-
-    def evaluate(datasets, **options):
-        return evaluate_model(model, tokenizer, datasets, settings, progress=False, **options)
-
-    earlier = EvaluationReport.load(evaluate([first]).save(tmp_path / "report.json"))
-    assert earlier.settings["sources"] == {"a": {"path": "a.jsonl"}}
-    both = evaluate([second], resume_from=earlier)
-    assert both.settings["sources"] == {"a": {"path": "a.jsonl"}, "b": {"path": "b.jsonl"}}
-    # A report of an earlier version has none, and the same samples may lie in another file.
-    del earlier.settings["sources"]
-    moved = replace(first, source={"path": "moved.jsonl"})
-    again = evaluate([moved, second], resume_from=EvaluationReport.load(earlier.save(tmp_path / "old.json")))
-    assert [sample.dataset for sample in again.answers] == ["b"] * len(ROWS)
-    assert again.settings["sources"]["a"] == {"path": "moved.jsonl"}
-
-
 def test_more_tasks_and_data_sets_leave_all_documents_in_the_report(model, tokenizer):
     rows = [{**ROWS[number % 3], "context": f"Text {number} about a mill.", "question": "?"} for number in range(6)]
     record = TrainingDocuments(trained={document_id(row["context"]) for row in rows[:3]})
@@ -99,7 +77,7 @@ def test_more_tasks_and_data_sets_leave_all_documents_in_the_report(model, token
             **{"progress": False, "records": {"ours": record}, "resume_from": earlier, "model_name": "ours"},
         )
 
-    limits = {"max_new_tokens": {QA: 2, SUMMARISATION: 2}, "allow_trained_documents": True}
+    limits = {"max_new_tokens": {QA: 2, SUMMARIZATION: 2}, "allow_trained_documents": True}
     first = evaluate([EvaluationDataset("tiny", rows)], QA, **limits)
     ids = set(first.documents["tiny"].split())
     alone = evaluate([EvaluationDataset("tiny", rows)], RECONSTRUCTION, **limits)
@@ -112,18 +90,6 @@ def test_more_tasks_and_data_sets_leave_all_documents_in_the_report(model, token
     more = evaluate([EvaluationDataset("clean", clean)], RECONSTRUCTION, both, **limits)
     assert more.held_out["ours"]["shared"] == {"tiny": {"trained": seen}}
     assert set(more.documents) == {"tiny", "clean"}
-
-
-def test_all_that_a_sample_is_scored_by_tells_it_from_another():
-    sample = Sample([1, 2, 3], [4], [5], ["a"])
-    others = [
-        replace(sample, passages=[[1, 2], [3]]),
-        replace(sample, max_new_tokens=3),
-        replace(sample, metric=BenchmarkMetric("trec", ("a",))),
-        replace(sample, head_ids=[7]),
-        replace(sample, references=["b"]),
-    ]
-    assert len({samples_digest([one]) for one in (sample, *others)}) == 6
 
 
 def test_another_evaluation_is_not_gone_on_with(model, tokenizer, folders):
@@ -143,7 +109,7 @@ def test_another_evaluation_is_not_gone_on_with(model, tokenizer, folders):
         (cut, ROWS, {}, "configuration"),
         (ends, ROWS, {}, "eos_token_id"),
     ):
-        given = {"batch_size": 2, "max_new_tokens": {QA: 6, SUMMARISATION: 6}, **options, **change}
+        given = {"batch_size": 2, "max_new_tokens": {QA: 6, SUMMARIZATION: 6}, **options, **change}
         data, settings = [EvaluationDataset("tiny", rows)], EvaluationSettings(**given)
         with pytest.raises(ValueError, match=f"is of another evaluation; it differs in {message}"):
             evaluate_model(changed, tokenizer, data, settings, resume_from=report, model_name=report.model)

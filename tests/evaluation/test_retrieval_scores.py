@@ -10,7 +10,7 @@ import torch
 
 from context_compressors import DeCALConfig, DeCALForRetrieval, cli
 from context_compressors.data.document_ids import TrainingDocuments, document_id
-from context_compressors.data.retrieval_sources import JudgedQueries, RetrievalCollection, RetrievalSource, TextEncoder
+from context_compressors.data.retrieval_sources import JudgedQueries, RetrievalSource, TextEncoder
 from context_compressors.evaluation import retrieval
 from context_compressors.evaluation.answers_file import read_answers
 from context_compressors.evaluation.retrieval import (
@@ -19,11 +19,10 @@ from context_compressors.evaluation.retrieval import (
     evaluate_bm25,
     evaluate_retrieval,
     ndcg,
-    ranking_scores,
     recall,
-    retrieval_table,
     score_texts,
 )
+from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.modeling_decal_retrieval import chamfer
 
 ANIMALS = ("otter", "heron", "badger", "salmon", "lynx", "raven", "toad", "viper")
@@ -92,7 +91,7 @@ def test_a_query_that_is_a_document_of_the_corpus_is_not_its_own_answer(chunk, t
 @torch.no_grad()
 def test_scores_of_an_index_are_those_of_single_texts(retriever, tokenizer, beir):
     encode = TextEncoder(tokenizer, 40)
-    judged = JudgedQueries(RetrievalSource.from_folder(beir))
+    judged = JudgedQueries(RetrievalSource.from_beir(beir))
     texts = (judged.queries, [text for _, text in judged.documents()])
     rows = [[encode(text)[0] for text in side] for side in texts]
     vectors = [encode_texts(retriever, side, 4, batch_size=3) for side in rows]
@@ -105,86 +104,41 @@ def test_scores_of_an_index_are_those_of_single_texts(retriever, tokenizer, beir
 
 
 def test_a_folder_of_beirs_form_is_read_and_its_corpus_as_a_stream(beir):
-    source = RetrievalSource.from_folder(beir)
-    judged, collection = JudgedQueries(source), RetrievalCollection(source)
+    source = RetrievalSource.from_beir(beir)
+    judged = JudgedQueries(source)
     assert judged.query_ids == ["2020-01-00", "2020-01-05"]
     assert judged.queries == ["Where sleeps the otter?", "Where sleeps the raven?"]
     assert judged.grades == [{"000": 2, "001": 1}, {"005": 1}]
-    documents = dict(judged.documents())
-    assert documents == {key: collection.document(row) for row, key in enumerate(collection.document_ids)}
-    assert documents["001"] == "The heron A heron sleeps.A heron sleeps."
-    assert collection.pairs == [(0, 0), (0, 1), (1, 5)]
+    assert dict(judged.documents())["001"] == "The heron A heron sleeps.A heron sleeps."
+    assert judged.pairs == [("2020-01-00", "000"), ("2020-01-00", "001"), ("2020-01-05", "005")]
+    hub = RetrievalSource.from_beir("mteb/scifact")
+    assert (hub.corpus.name, hub.corpus.config, hub.relevance.split) == ("mteb/scifact", "corpus", "test")
     with pytest.raises(ValueError, match=r"split of .*: 'dev'; .*test"):
-        RetrievalSource.from_folder(beir, "dev")
+        RetrievalSource.from_beir(beir, "dev")
     with pytest.raises(ValueError, match=r"no folder of BEIR's form: there is no corpus\.jsonl"):
-        RetrievalSource.from_folder(beir / "qrels")
+        RetrievalSource.from_beir(beir / "qrels")
     with (beir / "corpus.jsonl").open("a") as file:
         # Metadata may be anything.
         for row in ({"_id": "9", "text": "", "metadata": {"a": 1}}, {"_id": "x", "txt": "y", "metadata": {"a": "b"}}):
             file.write(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=r"row 9 \(counted from 0\) needs '_id' and a text in 'text'.*mean 'txt'"):
+    with pytest.raises(
+        ValueError, match=r"row 9 \(counted from 0\) needs '_id' and a text in 'text'; did you mean 'txt'"
+    ):
         list(judged.documents())
 
 
 def test_a_corpus_in_parts_has_the_scores_of_one_in_memory(retriever, tokenizer, beir, monkeypatch):
-    judged = JudgedQueries(RetrievalSource.from_folder(beir))
-    whole = evaluate_retrieval(retriever, tokenizer, judged, 2, max_document_tokens=24)
+    judged = JudgedQueries(RetrievalSource.from_beir(beir))
+    settings = EvaluationSettings(max_context_tokens=24)
+    whole, scores = evaluate_retrieval(retriever, tokenizer, judged, 2, settings)
     monkeypatch.setattr(retrieval, "CHUNK_SIZE", 3)
-    assert evaluate_retrieval(retriever, tokenizer, judged, 2, max_document_tokens=24) == whole
+    assert evaluate_retrieval(retriever, tokenizer, judged, 2, settings) == (whole, scores)
     assert (whole["documents"], whole["queries"]) == (8, 2)
     assert whole["documents_cut"] == 6
     for name in ("ndcg_at_10", "recall_at_100"):
         low, high = whole[f"{name}_interval"]
         assert low <= whole[name] <= high
-    assert evaluate_bm25(judged)["ndcg_at_10"] > 80
-
-
-def test_of_a_single_query_no_interval_is_told():
-    single = {"ndcg_at_10": [63.0], "recall_at_100": [100.0]}
-    found = ranking_scores(single)
-    assert (found["ndcg_at_10"], found["recall_at_100"], found["queries"]) == (63.0, 100.0, 1)
-    assert all(math.isnan(end) for name in single for end in found[f"{name}_interval"])
-    assert "| 63.0    |" in retrieval_table([{"model": "BM25", "document_ratio": None, **found}])
-
-
-def test_what_shares_no_word_with_a_query_is_not_found_by_bm25(beir):
-    (beir / "queries.jsonl").write_text(json.dumps({"_id": "2020-01-00", "text": "zebra xylophone"}) + "\n")
-    (beir / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n2020-01-00\t000\t2\n")
-    row = evaluate_bm25(JudgedQueries(RetrievalSource.from_folder(beir)))
-    assert (row["ndcg_at_10"], row["recall_at_100"]) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("[1]\n", r"corpus\.jsonl .*after record 8: \[1\] is not a mapping"),
-        ('{"_id": \n', r"corpus\.jsonl .*after record 8: Expecting"),
-    ],
-)
-def test_a_line_that_is_no_row_is_named(beir, line, message):
-    with (beir / "corpus.jsonl").open("a") as file:
-        file.write(line)
-    with pytest.raises(ValueError, match=message):
-        evaluate_bm25(JudgedQueries(RetrievalSource.from_folder(beir)))
-    (beir / "corpus.jsonl").write_text("")
-    with pytest.raises(ValueError, match="has no document"):
-        evaluate_bm25(JudgedQueries(RetrievalSource.from_folder(beir)))
-
-
-def test_an_id_that_stands_twice_is_refused_by_its_name(beir):
-    def add(name, row):
-        with (beir / f"{name}.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-    add("corpus", {"_id": "001", "text": "Another heron."})
-    judged = JudgedQueries(RetrievalSource.from_folder(beir))
-    with pytest.raises(
-        ValueError, match=r"the id '001' of the corpus stands twice, again in row 8 \(counted from 0\)"
-    ):
-        evaluate_bm25(judged)
-    add("queries", {"_id": "2020-01-03", "text": "Where is the salmon?"})
-    with pytest.raises(ValueError, match="the id '2020-01-03' of the queries stands twice, again in row 8"):
-        JudgedQueries(RetrievalSource.from_folder(beir))
+    assert evaluate_bm25(judged)[0]["ndcg_at_10"] > 80
 
 
 @pytest.fixture
@@ -199,6 +153,7 @@ def test_ratios_and_bm25_are_compared_query_by_query(saved, beir, tmp_path, caps
     argv = ["evaluate", str(saved), "--tasks", "retrieval", "--data", str(beir), "--device", "cpu"]
     argv += ["--output", str(output), "--keep-answers", str(kept), "--alternatives", "bm25", "--ratios", "4", "2"]
     assert cli.main(argv) == 0
+    assert "| retriever | 4 " in capsys.readouterr().out
     samples, rows = read_answers(kept), json.loads(output.read_text())["rows"]
     assert [(sample.id, sample.question, sample.references) for sample in samples] == [
         ("2020-01-00", "Where sleeps the otter?", ["000", "001"]),
@@ -208,16 +163,17 @@ def test_ratios_and_bm25_are_compared_query_by_query(saved, beir, tmp_path, caps
         for metric in ("ndcg_at_10", "recall_at_100"):
             mean = sum(sample.scores[name][metric] for sample in samples) / 2
             assert mean == pytest.approx(row[metric], rel=1e-3)
-    capsys.readouterr()
     assert cli.main(["compare", str(kept), "--conditions", "bm25", "ratio=4"]) == 0
     assert "| animals, test | ndcg_at_10 | bm25  | ratio=4 | 2       | 2 " in capsys.readouterr().out
+    assert cli.main([*argv, "--data", str(beir), str(beir), "--overwrite"]) == 1
+    assert "--tasks retrieval ranks one corpus, PLACE[@SPLIT]" in capsys.readouterr().err
 
 
 def test_documents_that_trained_a_retriever_answer_nothing_unless_that_is_said(saved, beir, tmp_path, capsys):
     output = tmp_path / "scores.json"
     argv = ["evaluate", str(saved), "--tasks", "retrieval", "--data", str(beir), "--device", "cpu", "--ratios", "2"]
     argv += ["--output", str(output), "--overwrite"]
-    texts = dict(JudgedQueries(RetrievalSource.from_folder(beir)).documents())
+    texts = dict(JudgedQueries(RetrievalSource.from_beir(beir)).documents())
     assert cli.main(argv) == 0
     assert "Whether retriever was trained on these documents is unknown" in capsys.readouterr().out
     # What answers no query may have trained it.
@@ -242,21 +198,3 @@ def test_documents_that_trained_a_retriever_answer_nothing_unless_that_is_said(s
     (saved / "training_documents.json").unlink()
     assert cli.main([*argv, "--output", str(tmp_path / "more.json"), "--chosen-by", str(output)]) == 1
     assert "3 of 3 documents of 'animals, test' chose retriever, by scores.json" in capsys.readouterr().err
-
-
-def test_the_command_ranks_a_folder_at_every_ratio(saved, beir, tmp_path, capsys):
-    output = tmp_path / "scores.json"
-    argv = ["evaluate", str(saved), "--tasks", "retrieval", "--device", "cpu", "--data"]
-    assert cli.main([*argv, str(beir), "--alternatives", "bm25", "--output", str(output)]) == 0
-    content = json.loads(output.read_text())
-    assert [(row["model"], row["document_ratio"]) for row in content["rows"]] == [
-        ("BM25", None),
-        ("retriever", 2),
-        ("retriever", 4),
-    ]
-    assert content["settings"]["collection"] == "animals, test"
-    assert "| retriever | 4 " in capsys.readouterr().out
-    assert cli.main([*argv, f"{beir}@tset"]) == 1
-    assert "did you mean 'test'" in capsys.readouterr().err
-    assert cli.main([*argv, str(beir), str(beir)]) == 1
-    assert "--tasks retrieval ranks one folder, FOLDER[@SPLIT]" in capsys.readouterr().err

@@ -8,7 +8,6 @@ import pytest
 import torch
 from naive_twin import ROWS, encode
 
-from context_compressors.data.rows import read_rows
 from context_compressors.data.sources import DataSource
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.evaluation.teacher_targets import write_targets
@@ -25,12 +24,12 @@ QUESTIONS.append({**QUESTIONS[0], "id": "q3"})
 def questions(tmp_path):
     path = tmp_path / "questions.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in QUESTIONS))
-    return DataSource(path=str(path), licence="cc-by-4.0", title="questions")
+    return DataSource(path=str(path), license="cc-by-4.0", title="questions")
 
 
 @pytest.fixture
 def settings():
-    limits = {"question_answering": NEW, "summarisation": NEW}
+    limits = {"question_answering": NEW, "summarization": NEW}
     return EvaluationSettings(batch_size=2, max_new_tokens=limits)
 
 
@@ -70,16 +69,6 @@ def test_each_row_gets_what_the_teacher_writes_alone_in_the_order_of_the_source(
     assert found == [(4, 4, 0, 0), (4, 0, 4, 0)]
 
 
-def test_windows_keep_their_documents(teacher, tokenizer, settings, tmp_path):
-    named = [["All of it.", "More."], None, ["All of it."]]
-    # The first and the last are asked once.
-    rows = [{**QUESTIONS[place], "source_texts": texts} for place, texts in zip((0, 1, 3), named, strict=True)]
-    (tmp_path / "windows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    source, target = DataSource(path=str(tmp_path / "windows.jsonl")), tmp_path / "targets.jsonl"
-    write_targets(teacher, tokenizer, [source], target, settings=settings, progress=False)
-    assert [row["source_texts"] for row in read(target)] == named
-
-
 def test_what_a_model_ends_by_itself_with_ends_a_target(teacher, tokenizer, questions, settings, tmp_path):
     bias = torch.zeros(len(tokenizer))
     end = encode(tokenizer, "#")[0]
@@ -94,18 +83,17 @@ def test_what_a_model_ends_by_itself_with_ends_a_target(teacher, tokenizer, ques
 
 
 @pytest.mark.slow
-def test_the_record_has_teacher_licence_and_settings_and_training_reads_the_file(
+def test_the_record_has_teacher_license_and_settings_and_training_reads_the_file(
     folders, teacher, tokenizer, questions, settings, tmp_path
 ):
     output = tmp_path / "targets.jsonl"
-    sources = ["generated", f"{{path: {questions.path}, licence: cc-by-4.0}}"]
+    sources = ["generated", f"{{path: {questions.path}, license: cc-by-4.0}}"]
     record = write_targets(teacher, tokenizer, sources, output, settings=settings, progress=False)
     assert json.loads((tmp_path / "targets.jsonl.json").read_text()) == record
     assert (record["teacher"], record["max_new_tokens"], record["prompt_format"]) == ("teacher", NEW, "plain")
     assert record["prompt"] == "\nQuestion: {question}\nAnswer:"
     assert not any(folder in json.dumps(record) for folder in (str(tmp_path), str(folders)))
-    source = record["source"]
-    assert source["licence"] == "Apache-2.0, cc-by-4.0"
+    source = {"path": output.name, "tasks": ["question_answering"]}
     rows = read(output)
     assert record["rows"] == len(rows) > len(QUESTIONS)
     # Only the questions of the file, which all came to the limit: no end is learned behind them.
@@ -128,7 +116,7 @@ def test_summaries_are_written_for_texts_alone_and_long_contexts_are_cut_where_t
     texts = [ROWS[0]["context"], ROWS[2]["context"], ROWS[0]["context"]]
     path.write_text("".join(f"{json.dumps({'context': text})}\n" for text in texts))
     short = {**vars(settings), "max_context_tokens": 40}
-    output, task = tmp_path / "summaries.jsonl", "summarisation"
+    output, task = tmp_path / "summaries.jsonl", "summarization"
     with pytest.raises(ValueError, match=r"does not fit.*--truncate-context"):
         write_targets(
             teacher, tokenizer, [DataSource(path=str(path))], output, task=task, settings=EvaluationSettings(**short)
@@ -143,32 +131,16 @@ def test_summaries_are_written_for_texts_alone_and_long_contexts_are_cut_where_t
     assert [row["truncated"] for row in rows] == [False, True, False]
     assert rows[0]["summary"] == rows[2]["summary"] != rows[1]["summary"]
     assert record["truncated"] == 1
-    assert "licence" not in record["source"]
-
-
-def test_questions_need_no_answers_and_passages_make_every_context_a_list(teacher, tokenizer, settings, tmp_path):
-    sources = []
-    for name, contexts in (("texts", ["Bees."]), ("lists", [["Nora has bees.", "They hum."], ["Ada."]])):
-        rows = [{"context": context, "question": "Whose?"} for context in contexts]
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        sources.append(DataSource(path=str(tmp_path / f"{name}.jsonl")))
-    output = tmp_path / "targets.jsonl"
-    write_targets(teacher, tokenizer, sources, output, settings=settings, progress=False)
-    expected = [["Bees."], ["Nora has bees.", "They hum."], ["Ada."]]
-    assert [row["context"] for row in read(output)] == expected
-    assert read_rows(DataSource(path=str(output)))["context"].to_pylist() == expected
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is(model, teacher, tokenizer, questions, tmp_path):
     output = tmp_path / "targets.jsonl"
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"context": "No question here."}\n')
-    asked = DataSource(path=questions.path, tasks=("question_answering",), contexts_per_document=2)
     for wrong, error, message in (
         ({"teacher": model}, TypeError, "the teacher must be a causal language model, got MeanPooling"),
         ({"task": "continuation"}, ValueError, "unknown task 'continuation'"),
         ({"sources": [DataSource(path=str(texts))]}, ValueError, "has no column 'question', which question_answering"),
-        ({"sources": [asked]}, ValueError, "contexts_per_document of source .* joined when training draws them"),
     ):
         arguments = {"teacher": teacher, "tokenizer": tokenizer, "sources": [questions], "output": output, **wrong}
         with pytest.raises(error, match=message):

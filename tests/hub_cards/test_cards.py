@@ -10,36 +10,15 @@ from tokenizers import Tokenizer, models, processors
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, PreTrainedTokenizerFast
 
 from context_compressors.configuration.configuration_compressor import CompressorConfig
-from context_compressors.configuration.configuration_comprexit import ComprExITConfig
 from context_compressors.configuration.configuration_decal import DeCALConfig
 from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
-from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.configuration.methods import METHODS, config_class
 from context_compressors.data.task_tokens import add_task_tokens
-from context_compressors.hub_cards.cards import (
-    Score,
-    TrainingData,
-    TrainingRecord,
-    method_text,
-    model_card,
-    score_table,
-)
+from context_compressors.hub_cards.cards import Score, method_text, model_card, score_table
 
-RECORD = TrainingRecord(
-    data=[
-        TrainingData("SQuAD", "CC BY-SA 4.0", hub_id="rajpurkar/squad", note="train split"),
-        TrainingData("generated documents", "Apache-2.0"),
-    ],
-    steps=48_000,
-    seeds=[1, 2, 3],
-    hardware="2 CPU cores",
-    tokens=12_345_678,
-    hours=1.5,
-    recipe="recipes/mean_pooling/small.yaml",
-    versions={"torch": "2.13.0"},
-)
+TRAINING = "Steps: 48,000"
 SCORES = [
     Score("question_answering", "SQuAD", "exact match", 4, 61.25, no_context=3.5, full_context=80.0),
     Score("continuation", "OpenStax", "perplexity", 8, 21.0, no_context=30.0, full_context=18.125),
@@ -53,14 +32,13 @@ def config(**fields: object) -> MeanPoolingConfig:
 
 
 def card(**changes: object) -> str:
-    arguments = {"config": config(), "training": RECORD, "scores": SCORES, "limits": LIMITS, **changes}
+    arguments = {"config": config(), "training": TRAINING, "scores": SCORES, "limits": LIMITS, **changes}
     return model_card(**arguments, model_id="me/mean-pooling-small")
 
 
 def test_metadata_is_read_back_by_the_hub_library():
     data = ModelCard(card()).data
     assert data.base_model == "org/base"
-    assert data.datasets == ["rajpurkar/squad"]
     assert data.library_name == "transformers"
     assert data.license == "apache-2.0"
     assert data.tags == ["context-compression", "soft-prompt", "mean-pooling"]
@@ -75,15 +53,8 @@ def test_text_names_base_data_training_scores_limits_and_paper():
     text = ModelCard(card()).text
     for part in (
         "org/base, revision abc123",
-        "| Question answering | SQuAD (test) | exact match | 4 | 3.50 | 61.25 | 80.00 |",
-        "| [SQuAD](https://huggingface.co/datasets/rajpurkar/squad) | CC BY-SA 4.0 | train split |",
-        "| generated documents | Apache-2.0 | all |",
-        "Steps: 48,000",
-        "Tokens: 12,345,678",
-        "Seeds: 1, 2, 3",
-        "2 CPU cores, 1.5 hours",
-        "`recipes/mean_pooling/small.yaml`",
-        "torch 2.13.0",
+        "| Question answering | SQuAD | exact match | 4 | 3.50 | 61.25 | 80.00 |",
+        TRAINING,
         *LIMITS,
         'name = "me/mean-pooling-small"',
         "ratio=4)",
@@ -95,12 +66,6 @@ def test_text_names_base_data_training_scores_limits_and_paper():
     assert "$" not in text
 
 
-def test_ratios_are_sorted_and_the_default_is_named():
-    text = card(config=config(compression_ratios=(8, 4, 16)), scores=[])
-    assert "| Compression ratios | 4, 8, 16 |\n| Default ratio | 8 |" in text
-    assert "Default ratio" not in card(config=config(compression_ratios=4), scores=[])
-
-
 def test_a_card_without_scores_says_so():
     text = card(scores=[])
     assert "Not measured." in text
@@ -108,17 +73,15 @@ def test_a_card_without_scores_says_so():
 
 
 def test_what_memories_hold_stands_behind_the_scores_that_say_so():
-    bounds = (7.0, 50.0, None)
+    bounds = {"no_context": 7.0, "full_context": 50.0}
     scores = [
-        Score(
-            "question_answering", "squad", "F1", 2, 27.0, *bounds, retention=46.5, slots=84.4, memory_bytes=1_956_000.0
-        ),
-        Score("question_answering", "squad", "exact match", 2, 17.0, *bounds, slots=84.4),
+        Score("question_answering", "squad", "F1", 2, 27.0, **bounds, costs={"retention, %": "46", "slots": "84"}),
+        Score("question_answering", "squad", "exact match", 2, 17.0, (15.0, 19.0), **bounds, costs={"slots": "84"}),
     ]
     table = score_table(scores).splitlines()
-    assert table[0].endswith("| compressed | full context | retention, % | slots | kB |")
-    assert table[2].endswith("| 27.00 | 50.00 | 46 | 84 | 1,956 |")
-    assert table[3].endswith("| 17.00 | 50.00 | – | 84 | – |")
+    assert table[0].endswith("| compressed | full context | retention, % | slots |")
+    assert table[2].endswith("| 27.00 | 50.00 | 46 | 84 |")
+    assert table[3].endswith("| 17.00 [15.00, 19.00] | 50.00 | – | 84 |")
 
 
 @pytest.mark.parametrize(
@@ -137,60 +100,9 @@ def test_an_incomplete_or_wrong_card_is_refused(changes: dict[str, object], mess
 def test_every_method_has_a_text_with_its_citation(method: str):
     text = card(config=config_class(method)(), scores=[])
     assert text.count("## Method") == text.count("## Citation") == 1
-    assert "@" in method_text(method).partition("```bibtex")[2]
+    assert "@" in method_text(config_class(method)()).partition("```bibtex")[2]
     assert "$" not in text
     assert ModelCard(text).data.tags[-1] == method.replace("_", "-")
-
-
-@pytest.mark.parametrize(
-    ("config", "parts"),
-    [
-        (
-            ICAEConfig(position_layout="enhanced", compression_ratios=(4, 8)),
-            [
-                "keeps one vector for every 4 or 8 tokens",
-                "| Position layout | enhanced |",
-                "| Chunk size | 510 tokens |",
-                "| Memory tokens of a chunk | by_ratio |",
-                "| Decoder | no adapters |",
-                'tokenizer("[LM]" + question, add_special_tokens=False, return_tensors="pt")',
-                "ge2024incontext",
-                "zhao2025position",
-            ],
-        ),
-        (
-            ComprExITConfig(token_anchors="last_layer", window_size=64),
-            [
-                "keeps one vector for every 4 tokens",
-                "| Token anchors | last_layer |",
-                "| Anchors become slots by | transport |",
-                "| Longest window in tokens | 64 |",
-                "| Entropic strength | 0.1 |",
-                "| Sinkhorn iterations | 30 |",
-                "| Equations as printed | False |",
-                "| Encoder | no adapters |",
-                'generate(**tokenizer(question, return_tensors="pt")',
-                "eprint        = {2602.03784}",
-            ],
-        ),
-        (
-            GMSAConfig(lsa_layers=2, training_stage="keft", encoder_name_or_path="org/encoder"),
-            [
-                "keeps one vector for every 4 or 8 tokens",
-                "| Encoder's base model | org/encoder |",
-                "| Encoder layers | 8 |",
-                "| Blocks of layer semantic alignment | 2 |",
-                "| Last stage of training | keft |",
-                "| Encoder | LoRA, rank 128, alpha 32 |",
-                "eprint        = {2505.12215}",
-            ],
-        ),
-    ],
-)
-def test_methods_tell_their_own_settings(config: CompressorConfig, parts: list[str]):
-    text = card(config=config, scores=[])
-    for part in parts:
-        assert part in text, part
 
 
 @pytest.mark.parametrize("config_class", [ICAEConfig, FiveHundredXConfig])
@@ -215,7 +127,7 @@ def test_the_snippet_of_a_method_with_task_tokens_asks_behind_its_token(
     config = config_class(decoder_config=llama, compression_ratios=4, chunk_size=8)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    text = model_card(config, RECORD, [], LIMITS, model_id=str(tmp_path))
+    text = model_card(config, TRAINING, [], LIMITS, model_id=str(tmp_path))
     code = text.partition("```python\n")[2].partition("```")[0]
     names = {"document": "abba", "question": "ab"}
     exec(code.replace("document.safetensors", str(tmp_path / "document.safetensors")), names)
@@ -239,7 +151,7 @@ def test_the_snippets_of_an_encoder_decoder_ask_where_its_questions_are_placed(
     tokenizer.save_pretrained(tmp_path)
     ids, context = torch.tensor([[2, 3]]), torch.tensor([[2, 3, 3, 2, 1]])
     expected = model.generate(ids, context_input_ids=context, max_new_tokens=32)[:, 2:]
-    written = model_card(config, RECORD, [], LIMITS, model_id=str(tmp_path))
+    written = model_card(config, TRAINING, [], LIMITS, model_id=str(tmp_path))
     for text in (written, (tmp_path / "README.md").read_text(encoding="utf-8")):
         assert ("memory.save" in text) == (placement == "decoder")
         code = text.partition("```python\n")[2].partition("```")[0]
@@ -248,9 +160,17 @@ def test_the_snippets_of_an_encoder_decoder_ask_where_its_questions_are_placed(
         assert names["answer"][:, 3:].equal(expected)
 
 
-def test_an_unknown_method_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'mean_poling'; there are: .*mean_pooling"):
-        method_text("mean_poling")
+def test_a_method_without_a_text_has_its_configurations_docstring():
+    class NewConfig(MeanPoolingConfig):
+        """Windows of tokens become slots.
+
+        Args:
+            kwargs: fields.
+        """
+
+        model_type = "new_compressor"
+
+    assert method_text(NewConfig()) == "## Method\n\nWindows of tokens become slots."
 
 
 @pytest.mark.parametrize(("parent", "base"), [("me/parent", "me/parent"), ("parent", "org/base")])

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from context_compressors import RankedKeyValuesForCausalLM, cli
-from context_compressors.hub_cards.write_card import write_card
+from context_compressors.hub_cards.cards import write_card
 from context_compressors.modeling.compressor.validation import check_together
 from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.objectives.compression_collator import CompressionCollator
@@ -167,10 +167,11 @@ def test_fit_makes_a_compressor_of_texts_and_leaves_the_model_as_it_is(tmp_path,
         (tmp_path / name).write_text(f"{start}{name} {words * 3}", encoding="utf-8")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"context": words * 4}) + "\n")
     data = [f"{tmp_path}/*.md", f"Letters={tmp_path}/c.txt", f"{{path: '{tmp_path}/rows.jsonl', rows: [0, 1]}}"]
-    settings = ["--contexts", "7", "--max-context-tokens", "40", "--ratios", "2", "4", "--chunk-size", "32"]
+    settings = ["--contexts", "7", "--max-context-tokens", "40", "--ratios", "2", "4"]
     assert cli.main(["fit", str(base), "--data", *data, "--output", str(out), "--dtype", "float32", *settings]) == 0
     model = RankedKeyValuesForCausalLM.from_pretrained(out)
-    assert (model.config.compression_ratios, model.config.chunk_size, model.config.encoder_lora) == ((2, 4), 32, None)
+    assert (model.config.compression_ratios, model.config.encoder_lora) == ((2, 4), None)
+    assert model.config.chunk_size == min(2048, model.config.decoder_config.max_position_embeddings // 2)
     assert model.config.prompt_format == ("plain" if template is None else "chat")
     ids = torch.arange(5, 25)[None]
     plain = AutoModelForCausalLM.from_pretrained(base)(ids).logits

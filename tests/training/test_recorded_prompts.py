@@ -13,7 +13,7 @@ from context_compressors.training.train import main
 
 PROMPTS = {
     "question_answering": ["Q: {question}\nA:", "{question}"],
-    "summarisation": ["Sum:"],
+    "summarization": ["Sum:"],
     "continuation": [""],
     "reconstruction": ["Again:"],
 }

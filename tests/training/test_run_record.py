@@ -113,27 +113,6 @@ def test_a_run_of_epochs_that_is_resumed_inside_of_one_is_the_same(tmp_path, bas
 
 
 @pytest.mark.slow
-def test_an_earlier_run_is_replaced_where_that_is_said_and_as_a_whole(tmp_path, base_folder):
-    folder = tmp_path / "out"
-    fields = {"base": str(base_folder), "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    main([write_recipe(tmp_path, **fields, method_config={"compression_ratios": [2]})])
-    (folder / "notes.txt").write_text("mine")
-    before = (folder / "model.safetensors").read_bytes()
-    other = write_recipe(tmp_path, **fields, method="icae", method_config={"compression_ratios": [4]})
-    for latest in ([], ["--resume_from_checkpoint", "false"]):
-        with pytest.raises(ValueError, match=r"out holds an earlier run \(model\.safetensors\)"):
-            main([other, *latest])
-    assert (folder / "model.safetensors").read_bytes() == before
-    main([other, "--overwrite", "true"])
-    assert not (folder / "modeling_mean_pooling.py").exists()
-    assert "overwrite" not in recorded(folder)
-    assert (folder / "notes.txt").read_text() == "mine"
-    # A run goes on from what it replaces.
-    main([write_recipe(tmp_path, max_steps=1, checkpoint=str(folder)), "--overwrite", "true"])
-    assert [path.name for path in folder.glob("checkpoint-*")] == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("logging_steps", [1, 100])
 def test_a_resumed_run_counts_as_one_that_was_never_stopped(tmp_path, base_folder, logging_steps):
     fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 5, "include_num_input_tokens_seen": True}
@@ -153,16 +132,3 @@ def test_a_resumed_run_counts_as_one_that_was_never_stopped(tmp_path, base_folde
     found = summary_of(stopped)
     assert (found["context_tokens"], found["input_tokens"]) == (expected["context_tokens"], expected["input_tokens"])
     assert found["hours"] * 3600 > at_two["earlier_seconds"] > 0
-
-
-@pytest.mark.slow
-def test_a_checkpoint_without_its_optimizer_is_refused(tmp_path, base_folder):
-    fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    recipe = write_recipe(tmp_path, base=str(base_folder), **fields)
-    main([recipe])
-    folder = tmp_path / "out" / "checkpoint-2"
-    (folder / "optimizer.pt").unlink()
-    with pytest.raises(
-        ValueError, match=r"checkpoint-2 has no state of the optimizer .*save_only_model.*`checkpoint`"
-    ):
-        main([recipe, "--resume_from_checkpoint", str(folder)])

@@ -16,8 +16,8 @@ def test_what_trains_is_never_what_is_reported_or_chosen_by(recipe, tmp_path):
     )
     for source in map(DataSource.from_mapping, data.sources):
         assert source.generated or "_train" in source.path
-        assert source.generated or source.licence.split()[0] in ("CC", "CC0", "Apache-2.0")
-        assert source.generated or "NC" not in source.licence
+        assert source.generated or source.license.split()[0] in ("CC", "CC0", "Apache-2.0")
+        assert source.generated or "NC" not in source.license
         if source.path == "qa_squad_train.parquet":
             assert source.rows == [0, 85_000]
 

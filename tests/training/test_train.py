@@ -18,10 +18,8 @@ from small_recipes import write_recipe
 
 from context_compressors.data.document_ids import document_id
 from context_compressors.data.rows import PassageText
-from context_compressors.modeling.modeling_compression_tokens import CompressionTokensForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.arguments import parse_recipe
-from context_compressors.training.loading import load_compressor
 from context_compressors.training.run_record import latest_checkpoint
 from context_compressors.training.train import build_trainer, main
 
@@ -100,21 +98,6 @@ def test_eval_sources_are_evaluated_and_asked(tmp_path, base_folder, capsys):
     assert [entry.get("loss") for entry in unasked] == [entry.get("loss") for entry in log]
     with pytest.raises(ValueError, match="sample_answers_steps needs eval_sources"):
         main([recipe, "--eval_sources", "null", "--eval_strategy", "no", "--overwrite", "true"])
-
-
-@pytest.mark.slow
-def test_a_checkpoint_goes_on_with_its_own_method(tmp_path, base_folder):
-    fields = {"objective": "compression", "max_steps": 1}
-    new = {"base": str(base_folder), "method": "compression_tokens", "method_config": {"compression_ratios": [2]}}
-    main([write_recipe(tmp_path, **fields, **new), "--output_dir", str(tmp_path / "tokens")])
-    recipe = write_recipe(tmp_path, **fields, checkpoint=str(tmp_path / "tokens"))
-    assert type(load_compressor(parse_recipe([recipe])[0])) is CompressionTokensForCausalLM
-    main([recipe])
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "compression_tokens_compressor"
-    with pytest.raises(ValueError, match="is of the method compression_tokens, the recipe's method is mean_pooling"):
-        main([recipe, "--method", "mean_pooling", "--overwrite", "true"])
-    with pytest.raises(ValueError, match=r"no checkpoint of a compressor, its model type is 'llama'.*give it as base"):
-        main([recipe, "--checkpoint", str(base_folder), "--overwrite", "true"])
 
 
 def losses_of(folder: Path) -> dict[int, float]:

@@ -28,22 +28,6 @@ def write_texts(path, first, last):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "shared"), [(2, 1), (3, 0)])
-def test_documents_that_train_and_choose_are_warned_of_once(tmp_path, base_folder, caplog, first, shared):
-    fields = {
-        "sources": [{"path": write_texts(tmp_path / "train.jsonl", 0, 3), "tasks": ["question_answering"]}],
-        "eval_sources": [{"path": write_texts(tmp_path / "choose.jsonl", first, 5), "tasks": ["question_answering"]}],
-        "data_dir": str(tmp_path),
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "method_config": {"compression_ratios": [2]},
-        "max_steps": 6,
-    }
-    main([write_recipe(tmp_path, base=str(base_folder), **fields)])
-    assert caplog.text.count("documents of eval_sources are trained on, too") == shared
-
-
-@pytest.mark.slow
 def test_a_checkpoint_knows_what_trained_it_and_what_chose_in_all_of_its_stages(tmp_path, base_folder, capsys):
     tasks = ["question_answering", "continuation"]
     fields = {
@@ -75,7 +59,14 @@ def test_a_checkpoint_knows_what_trained_it_and_what_chose_in_all_of_its_stages(
     write_texts(tmp_path / "report.jsonl", 9, 12)
 
     def evaluate(name):
-        data = ["--data", str(tmp_path / f"{name}.jsonl"), "--tasks", "reconstruction", "--context-tokens", "8"]
+        data = [
+            "--data",
+            str(tmp_path / f"{name}.jsonl"),
+            "--tasks",
+            "reconstruction",
+            "--config",
+            "{context_tokens: 8}",
+        ]
         return cli.main(["evaluate", str(tmp_path / "out"), *data, "--device", "cpu"])
 
     assert [evaluate(name) for name in ("train", "choose", "report")] == [1, 1, 0]

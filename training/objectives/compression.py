@@ -32,10 +32,7 @@ def load(model_args: ModelArguments, args: TrainingConfig) -> tuple[PreTrainedMo
     """Load the compressor that a recipe names, and its tokenizer; `ValueError` when it cannot have the objective."""
     tokenizer = load_tokenizer(model_args)
     model = load_compressor(model_args, tokenizer)
-    allowed: tuple[str, ...] = ("compression", "distillation", "joint", "segments", "windows")
-    if model.config.is_encoder_decoder:
-        allowed = ("denoising", "compression")
-    check_choice(f"objective of {model.config.method}:", args.objective, allowed)
+    check_choice(f"objective of {model.config.method}:", args.objective, model.config.objectives)
     if not (model.config.bos_before_text or model.config.opens_context):
         for reader in filter(None, (tokenizer, model.encoder_tokenizer)):
             leave_out_bos(reader)
@@ -56,12 +53,7 @@ def trainer_arguments(
 
     Args:
         model: a compressor, or the language model of a teacher.
-        tokenizer: that of its texts.
-        data_args: what it is trained on.
-        args: how it is trained; its examples are then read in their order.
         mode: of the collator.
-        dataset_class: makes the examples.
-        collator_class: makes batches of them.
         collator_arguments: what this collator takes beside the arguments of `CompressionCollator`.
     """
     config, context_tokenizer, texts = model.config, None, tokenizer
@@ -98,8 +90,8 @@ def trainer_arguments(
     args.train_sampling_strategy = "sequential"
     evaluation = None
     if data_args.eval_sources:
-        settings |= {"seed": args.seed + 1, "needs_summaries": False}
-        evaluation = dataset_class(data_args.of_evaluation(), texts, data_args.num_eval_examples, **settings)
+        evaluation_args = data_args.of_evaluation()
+        evaluation = dataset_class(evaluation_args, texts, data_args.num_eval_examples, seed=args.seed + 1, **settings)
     collator = collator_class.from_tokenizer(
         tokenizer,
         context_tokenizer,
@@ -129,11 +121,7 @@ def trainer_arguments(
 
 
 class NewEpochs(TrainerCallback):
-    """Has each pass over a data set's rows draw examples of its own.
-
-    Args:
-        dataset: what is trained on.
-    """
+    """Has each pass over a data set's rows draw its own examples."""
 
     def __init__(self, dataset: CompressionDataset):
         self.dataset = dataset
@@ -158,8 +146,6 @@ def _warn_of_cut_contexts(dataset: CompressionDataset) -> None:
 def record_prompts(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> None:
     """Record the prompts of the training in the configuration, whose checkpoint is then asked with them."""
     is_chat = data_args.prompt_format == "chat"
-    if is_chat and config.is_encoder_decoder:
-        raise ValueError("prompt_format 'chat' is for decoder-only compressors: an encoder-decoder has no template")
     config.prompts = {task: templates[0] for task, templates in load_prompts(data_args.prompts).items()}
     config.context_prefix = data_args.context_prefix
     config.prompt_format = data_args.prompt_format

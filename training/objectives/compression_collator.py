@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collators: examples of `CompressionDataset` become batches for a compressor, a full-context model, or both."""
+"""Examples of `CompressionDataset`, and rows of texts as TRL has them, become batches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...configuration.nearest_names import check_choice
 from ...data.task_tokens import text_starts
+from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from ...modeling.memory.compressed_context import CompressedContext
+from ...modeling.parts.chat_template import DOCUMENT_END, before_answer, chat_ids, prompt_ids
 from ...modeling.parts.text_ids import context_start_ids as find_context_start_ids
+from ...modeling.parts.text_ids import encode, prefix_ids, text_tokenizer
 from ...modeling.parts.text_ids import start_token_id as find_start_token_id
-from .text_rows import TextRows
 
 MODES = ("compressed", "full_context", "no_context", "distillation", "joint")
 JOINT_TASKS = ("reconstruction", "continuation")
@@ -48,13 +50,10 @@ class CompressionCollator:
         pad_to_multiple_of: widths are multiples of this.
         with_metadata: add `example_ids`, `num_cut` and `documents`, which this package's trainers take out again.
         seed: of the drawn ratios.
-        task_start_ids: task -> id of the token that its text starts with.
+        task_start_ids, restored_ids, bos_before_text, opens_context, bos_before_task_token: how the compressor's texts
+            start, see `data.task_tokens.text_starts`.
         context_mode: how "joint" gives the context: compressed, full_context or no_context.
         encoder_start_ids: `context_start_ids` in the encoder's own tokens, if it has a tokenizer of its own.
-        restored_ids: ids that a reconstruction starts with behind its task token; `context_start_ids` if not given.
-        bos_before_text: whether a text with a prompt starts with `start_token_id` where it has no task token.
-        opens_context: whether what opens a text, `head_ids` or `start_token_id`, is compressed in front of a context.
-        bos_before_task_token: whether `start_token_id` stands in front of a task token behind a compressed context.
         memories: folder of memory files, `DOCUMENT_ID.safetensors`, that replace the contexts, as `memory`.
         model_id: name of the compressor that has made these memories.
     """
@@ -81,8 +80,6 @@ class CompressionCollator:
         model_id: str | None = None,
     ):
         check_choice("mode", mode, MODES)
-        if ratios is not None and memories is not None:
-            raise ValueError("ratios go with contexts that are compressed here; stored memories have theirs")
         self.pad_token_id, self.start_token_id = pad_token_id, start_token_id
         self.context_start_ids = list(context_start_ids)
         self.encoder_start_ids = None if encoder_start_ids is None else list(encoder_start_ids)
@@ -102,10 +99,7 @@ class CompressionCollator:
     ) -> CompressionCollator:
         """Return a collator whose texts start as a compressor's do, and which takes rows of texts, too.
 
-        Args:
-            model: a compressor that is no encoder-decoder.
-            tokenizer: the tokenizer saved with it.
-            kwargs: arguments of the collator; in mode "compressed", `ratios` are all of the checkpoint's by default.
+        `kwargs` are arguments of the collator; in mode "compressed", `ratios` are all of the checkpoint's by default.
         """
         own, known = model.encoder_tokenizer, list(model.config.compression_ratios)
         if len(known) > 1 and kwargs.get("mode", "compressed") == "compressed" and kwargs.get("memories") is None:
@@ -123,10 +117,7 @@ class CompressionCollator:
     ) -> CompressionCollator:
         """Return a collator with the tokenizer's pad (or EOS), BOS (or EOS) and context start ids.
 
-        Args:
-            tokenizer: that of texts.
-            context_tokenizer: the model's `encoder_tokenizer`, where contexts have another one.
-            kwargs: the other arguments.
+        `context_tokenizer` is the model's `encoder_tokenizer`, where contexts have another one.
         """
         if context_tokenizer is not None:
             kwargs["encoder_start_ids"] = find_context_start_ids(context_tokenizer)
@@ -281,3 +272,83 @@ def _with_turns(start: list[int], example: Mapping[str, Any]) -> _Row:
         ids += [*prompt, *target]
         labels += [*[-100] * len(prompt), *target]
     return ids, labels
+
+
+_FORMS = "`messages`, or `prompt` and `completion`, each a text or messages with `role` and `content`"
+
+
+class TextRows:
+    """Makes examples of rows with a `context` and, as TRL has them, `messages` or `prompt` and `completion`.
+
+    Of `messages` every message of the assistant is learned, of `completion` all of it, and each ends as an answer of
+    the checkpoint does. In a chat the document stands in the user's first turn, and a `prompt` that is a text is what
+    the user says; a plain checkpoint reads a text as it stands, and one question in its own prompt.
+
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        context_tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
+        self._config, self._tokenizer, self._context_tokenizer = config, text_tokenizer(tokenizer), context_tokenizer
+
+    def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the example of a row, see [`CompressionDataset`]; `ValueError` for a row of another form."""
+        context = row.get("context")
+        passages = [context] if isinstance(context, str) else context
+        if not isinstance(passages, (list, tuple)) or not all(isinstance(text, str) for text in passages or [None]):
+            raise ValueError(f"a row needs its document in `context`, a text or a list of passages, got {context!r}")
+        head, pairs = self._turns(row)
+        prefix = prefix_ids(self._tokenizer, self._config.context_prefix)
+        context_ids = [*prefix, *encode(self._tokenizer, DOCUMENT_END.join(passages))]
+        apart = [[*prefix, *encode(self._tokenizer, text)] for text in passages] if len(passages) > 1 else []
+        example: dict[str, Any] = {
+            "head_ids": head,
+            "context_ids": context_ids,
+            "passages": apart,
+            "prompt_ids": pairs[0][0],
+            "target_ids": pairs[0][1],
+            "more_turns": pairs[1:],
+            "task": "question_answering",
+            "id": row.get("id", ""),
+        }
+        if self._context_tokenizer is not None:
+            tokenizers = (self._tokenizer, self._context_tokenizer)
+            example["encoder_context_ids"] = in_encoder_tokens(context_ids, *tokenizers)
+            example["encoder_passages"] = [in_encoder_tokens(ids, *tokenizers) for ids in apart]
+        return example
+
+    def _turns(self, row: Mapping[str, Any]) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
+        """What stands in front of the document, and what is read and learned in each turn."""
+        messages, prompt, completion = (row.get(name) for name in ("messages", "prompt", "completion"))
+        if isinstance(prompt, str) and isinstance(completion, str):
+            prompts = prompt_ids(self._tokenizer, [prompt], self._config.prompt_format)
+            return prompts.head, [(prompts.turns[0], [*encode(self._tokenizer, completion), prompts.end])]
+        given, learned = ([], messages) if messages is not None else (prompt, completion)
+        if given is None or not (_are_messages(given) and _are_messages(learned) and learned):
+            raise ValueError(f"a row needs {_FORMS}, got the columns {sorted(row)}")
+        if learned[-1]["role"] != "assistant":
+            raise ValueError(f"the last message must be the assistant's, whose answer is learned, got {learned[-1]!r}")
+        answers = [message["content"] for message in learned if message["role"] == "assistant"]
+        asked = [*given, *({**m, "content": None} if m["role"] == "assistant" else m for m in learned)]
+        if self._config.prompt_format == "chat":
+            prompts, space = chat_ids(self._tokenizer, asked), ""
+        elif [message["role"] for message in asked] == ["user", "assistant"]:
+            text = self._config.question_prompt.replace("{question}", asked[0]["content"])
+            prompts, space = prompt_ids(self._tokenizer, [text]), before_answer(text, "plain")
+        else:
+            raise ValueError(
+                f"a conversation of {len(asked)} messages trains in the tokenizer's chat template: build the "
+                "compressor with prompt_format='chat' and its slots_after_ids"
+            )
+        targets = [[*encode(self._tokenizer, space + answer), prompts.end] for answer in answers]
+        return prompts.head, list(zip(prompts.turns, targets, strict=True))
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(
+        isinstance(message, Mapping) and isinstance(message.get("content"), str) and "role" in message
+        for message in value
+    )

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ...data.prompts import format_prompt
 from ...data.rows import draw_document, places
 from ...data.sources import DataSource
+from ...data.synthetic_documents import GeneratedDocument
 from ...data.tokenized_rows import FileSource
 from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from ...modeling.parts.chat_template import DOCUMENT_END, before_answer, prompt_ids
@@ -25,20 +26,17 @@ from ..fields import DataArguments
 from ..schedules import check_length_schedule, check_task_schedule, scheduled_length
 
 # Their contexts belong to a question or a summary, and cannot be made shorter.
-_WHOLE_TASKS = {"question_answering", "summarisation"}
+_WHOLE_TASKS = {"question_answering", "summarization"}
 
 
 class CompressionDataset(Dataset):
-    """Examples for the collators: `head_ids`, `context_ids`, `passages`, `prompt_ids`, `target_ids`, `more_turns`,
-    `task`, `id`, `num_cut`, `index`, `documents`, and with a tokenizer of contexts `encoder_context_ids` and
-    `encoder_passages`.
+    """Examples for the collators, each a function of its index and the seed, so that training resumes exactly.
 
-    Each source is gone through in a shuffled order, again and again in another order; an example depends on its index
-    and the seed only, so that training resumes exactly. Targets end with EOS, or in a chat with the end of a turn,
-    unless they are cut or go on. `head_ids` stand in front of the context or its slots; `more_turns` holds
-    further (prompt, target) pairs about the same context; `num_cut` counts tokens that the limits cut off; `passages`
-    are the token ids of texts that are compressed apart, or `None`; `documents` has the ids of the texts that the
-    context is from.
+    An example has `head_ids` (in front of the context or its slots), `context_ids`, `passages` (texts that are
+    compressed independently, or `None`), `prompt_ids`, `target_ids`, `more_turns` (further prompts and targets),
+    `task`, `id`, `num_cut` (tokens that the limits cut off), `index`, `documents` (ids of the context's texts), and
+    with a tokenizer of contexts `encoder_context_ids` and `encoder_passages`. Targets end with EOS, or in a chat with
+    the end of a turn, unless they are cut.
 
     Args:
         data: the sources, and how examples are made of them.
@@ -51,7 +49,6 @@ class CompressionDataset(Dataset):
         context_tokenizer: the encoder's, where it reads other tokens than the decoder.
         with_log_ratios: examples also have `log_ratio`, log2 of the text's tokens over its summary's: what
             a ratio selector learns. NaN where there is no summary.
-        needs_summaries: whether `with_log_ratios` refuses sources without summaries.
         ratio: context tokens per slot, by which the lengths are counted that batches are sorted by.
 
     Raises:
@@ -71,11 +68,8 @@ class CompressionDataset(Dataset):
         seed: int = 0,
         context_tokenizer: PreTrainedTokenizerBase | None = None,
         with_log_ratios: bool = False,
-        needs_summaries: bool = True,
         ratio: float = 1.0,
     ):
-        if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no EOS token, which ends every target")
         if data.prompt_format == "chat":
             # What a document says ends no turn.
             tokenizer = text_tokenizer(tokenizer)
@@ -85,11 +79,6 @@ class CompressionDataset(Dataset):
         self._group: tuple[int, list[dict[str, Any]]] = (-1, [])
         self.shortest, self.longest = self._lengths()
         self.prefix_ids = prefix_ids(tokenizer, data.context_prefix)
-        if len(self.prefix_ids) >= self.longest:
-            raise ValueError(
-                f"context_prefix has {len(self.prefix_ids)} tokens, which leaves none of the {self.longest} "
-                "(max_context_tokens) to the context"
-            )
         self.length_points = check_length_schedule(data.length_schedule or [(0.0, self.longest)])
         self.task_points = None if data.task_schedule is None else check_task_schedule(data.task_schedule)
         entries = data.parsed_sources()
@@ -99,9 +88,6 @@ class CompressionDataset(Dataset):
             entry if entry.generated else FileSource(entry, data.data_dir, seed, tokenizer) for entry in entries
         ]
         self.with_log_ratios = with_log_ratios
-        has_summaries = any(isinstance(source, FileSource) and "summary" in source.columns for source in self.sources)
-        if with_log_ratios and needs_summaries and not has_summaries:
-            raise ValueError("a ratio selector learns from summaries, but none of the sources has a column 'summary'")
         self._deal(entries, num_examples)
 
     def _lengths(self) -> tuple[int, int]:
@@ -112,20 +98,11 @@ class CompressionDataset(Dataset):
         """Refuse sources that this kind of examples cannot be made of."""
 
     def _check_tasks(self, entries: Sequence[DataSource]) -> None:
-        """Refuse a schedule with tasks that no source has, and sources that it never comes to."""
-        if self.data.task_per_batch and len({entry.tasks for entry in entries}) > 1:
-            raise ValueError(
-                "task_per_batch draws a task for the rows of all sources: give them the same tasks, got "
-                f"{[list(entry.tasks) for entry in entries]}"
-            )
-        if self.task_points is None:
-            return
-        scheduled = {task for _, tasks in self.task_points for task in tasks}
+        """Refuse a schedule with tasks that no source has."""
         offered = {task for entry in entries for task in entry.tasks}
+        scheduled = {task for _, tasks in self.task_points or () for task in tasks}
         if missing := sorted(scheduled - offered):
             raise ValueError(f"task_schedule has the tasks {missing}; those of the sources are {sorted(offered)}")
-        if idle := [entry.label for entry in entries if scheduled.isdisjoint(entry.tasks)]:
-            raise ValueError(f"task_schedule never has a task of the sources {idle}: leave them out")
 
     def _deal(self, entries: Sequence[DataSource], num_examples: int | None) -> None:
         """Fix, for every index, its source and how many examples of that source came before it."""
@@ -262,12 +239,15 @@ class CompressionDataset(Dataset):
             self._orders[key] = np.random.default_rng([self.seed, 1, position, epoch]).permutation(num_rows)
         return int(self._orders[key][place])
 
+    def _draw(self, source: DataSource, limit: int, rng: random.Random) -> GeneratedDocument:
+        return draw_document(source, limit, rng, self.tokenizer)
+
     def _from_generated(
         self, source: DataSource, tasks: Sequence[str], limit: int, rng: random.Random
     ) -> dict[str, Any]:
         task = rng.choice(tasks)
         limit = self._room(task, limit)
-        document = draw_document(source, limit, rng, self.tokenizer)
+        document = self._draw(source, limit, rng)
         ids = encode(self.tokenizer, document.text)
         identifier = f"generated/{document.kind}/{document.seed}"
         if task != "question_answering":
@@ -301,7 +281,7 @@ class CompressionDataset(Dataset):
         if is_window:
             return fields | self._text_example(task, ids.tolist(), limit, identifier, rng, source.ends(task, row))
         passages = texts.passages(row)
-        if task == "summarisation":
+        if task == "summarization":
             pairs = [("", source.value("summary", row), source.target_ends(row))]
             example = self._example(task, ids.tolist(), pairs, limit, identifier, rng)
             return fields | self._with_passages(example, passages, limit)

@@ -82,16 +82,15 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
 
     def create_optimizer(self, model: PreTrainedModel | None = None) -> torch.optim.Optimizer:
         """Create the recipe's optimizer; `ValueError` where FSDP cannot put a model together again."""
-        config = self.model.config
-        compresses = self.args.context_mode == "compressed" and getattr(self.data_collator, "memories", None) is None
-        # Gradients reach a layer through keys and values, past FSDP's hooks; of accumulated summaries, processes make
-        # as many passes as their own contexts have segments.
-        is_whole = config.carrier == "key_values" or hasattr(config, "accumulate_summaries")
-        if self.is_fsdp_enabled and compresses and is_whole:
-            raise ValueError(
-                f"FSDP cannot cut up {config.method}: take DDP (accelerate/multi_gpu.yaml) or ZeRO-2 "
-                "(accelerate/deepspeed_zero2.yaml)"
-            )
+        if self.is_fsdp_enabled and self.args.context_mode == "compressed" and self.data_collator.memories is None:
+            config = self.model.config
+            # Gradients reach a layer through keys and values, past FSDP's hooks; of accumulated summaries, processes
+            # make as many passes as their own contexts have segments.
+            if config.carrier == "key_values" or "segments" in config.objectives:
+                raise ValueError(
+                    f"FSDP cannot cut up {config.method}: take DDP (accelerate/multi_gpu.yaml) or ZeRO-2 "
+                    "(accelerate/deepspeed_zero2.yaml)"
+                )
         return super().create_optimizer(model)
 
     def allowed_ratios(self) -> list[int]:

@@ -9,18 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...data.rows import MAX_ATTEMPTS, draw_document, places
-from ...data.sources import DataSource
 from ...data.task_tokens import add_sentinel_tokens
-from ...data.tokenized_rows import FileSource
-from ...modeling.parts.text_ids import encode
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from .compression import load, trainer_arguments
 from .compression_collator import CompressionCollator
-from .compression_dataset import CompressionDataset
 from .encoder_decoder import Seq2SeqCompressionTrainer, check_vocabulary
-
-_TEXT_TASKS = {"reconstruction", "continuation"}
+from .packed_texts import PackedTexts
 
 
 @dataclass(frozen=True)
@@ -29,12 +23,6 @@ class SpanCorruption:
 
     noise_density: float = 0.15
     mean_span_length: float = 3.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.noise_density < 1:
-            raise ValueError(f"noise_density must be between 0 and 1, got {self.noise_density!r}")
-        if self.mean_span_length < 1:
-            raise ValueError(f"mean_span_length must be at least 1, got {self.mean_span_length!r}")
 
     def counts(self, num_tokens: int) -> tuple[int, int]:
         """Number of noise tokens, and of spans that they fall into, in a text of at least 2 tokens."""
@@ -73,11 +61,7 @@ def corrupt(
 ) -> tuple[list[int], list[int]]:
     """Encoder input and target of a corrupted text.
 
-    Args:
-        tokens: the text.
-        noise_mask: which tokens are taken out, the first one not.
-        sentinel_ids: the sentinels in order; one stands for each span in the input, and in front of it in the target.
-        end_id: EOS, the last token of both.
+    A sentinel stands for each span of the noise mask in the input, and in front of it in the target. EOS ends both.
     """
     inputs: list[int] = []
     targets: list[int] = []
@@ -85,9 +69,7 @@ def corrupt(
     for is_noise, span in itertools.groupby(zip(tokens, noise_mask, strict=True), key=lambda pair: pair[1]):
         ids = [token for token, _ in span]
         if is_noise:
-            sentinel = next(sentinels, None)
-            if sentinel is None:
-                raise ValueError(f"the text has more noise spans than there are sentinels, {len(sentinel_ids)}")
+            sentinel = next(sentinels)
             inputs.append(sentinel)
             targets += [sentinel, *ids]
         else:
@@ -95,64 +77,30 @@ def corrupt(
     return [*inputs, end_id], [*targets, end_id]
 
 
-class DenoisingDataset(CompressionDataset):
-    """Texts for `SpanCorruptionCollator`: `token_ids`, `id`, `num_cut`, `index`, `documents`.
+class DenoisingDataset(PackedTexts):
+    """Blocks of texts for `SpanCorruptionCollator`: `token_ids`, `id`, `num_cut`, `index`, `documents`.
 
-    A text that is too short is followed by another one, so that every example is full, as T5 packs its
-    texts; the window of each text starts at a random place.
-
-    The sources have the tasks reconstruction or continuation; a text is so long that `max_context_tokens` are left of
-    it when `noise_density` of it is taken out. Arguments as for `CompressionDataset`.
+    Texts stand one behind the other, as T5 packs them. `max_context_tokens` are left of a block when `noise_density`
+    of it is taken out.
     """
+
+    ends_texts = False
 
     def _lengths(self) -> tuple[int, int]:
         corruption = SpanCorruption(self.data.noise_density, self.data.mean_span_length)
         num_tokens = corruption.raw_length(self.data.max_context_tokens)
         return num_tokens, num_tokens
 
-    def _check_sources(self, entries: Sequence[DataSource]) -> None:
-        for entry in entries:
-            if not set(entry.tasks) <= _TEXT_TASKS:
-                raise ValueError(
-                    f"denoising reads plain text: the tasks of source {entry.label!r} must be among "
-                    f"{sorted(_TEXT_TASKS)}, got {list(entry.tasks)}"
-                )
+    def _block_size(self) -> int:
+        return self.longest
+
+    def _example_of(self, ids: list[int], name: str) -> dict[str, Any]:
+        return {"token_ids": ids, "id": name, "num_cut": 0}
 
     @staticmethod
     def num_tokens(example: Mapping[str, Any]) -> int:
         """Return the length of an example."""
         return len(example["token_ids"])
-
-    def _from_generated(
-        self, source: DataSource, tasks: Sequence[str], limit: int, rng: random.Random
-    ) -> dict[str, Any]:
-        ids: list[int] = []
-        while len(ids) < self.longest:
-            document = draw_document(source, self.longest, rng, self.tokenizer)
-            ids += encode(self.tokenizer, document.text)
-        return self._text(ids, f"generated/{document.kind}/{document.seed}")
-
-    def _from_file(
-        self, source: FileSource, tasks: Sequence[str], position: int, turn: int, limit: int, rng: random.Random
-    ) -> dict[str, Any]:
-        first = self._row(position, source.num_rows, turn)
-        texts = source.texts(tasks[0])
-        ids: list[int] = []
-        documents: list[str] = []
-        for count, row in enumerate(places(first, source.num_rows, rng), start=1):
-            text = texts[row]
-            documents += source.document_ids(tasks[0], row)
-            missing = self.longest - len(ids)
-            start = rng.randrange(max(1, len(text) - missing + 1))
-            ids += text[start : start + missing].tolist()
-            if len(ids) == self.longest or (count >= MAX_ATTEMPTS and len(ids) >= 2):
-                break
-        if len(ids) < 2:
-            raise ValueError(f"source {source.source.label!r}: all rows are empty")
-        return {**self._text(ids, source.identifier(first)), "documents": documents}
-
-    def _text(self, ids: list[int], identifier: str) -> dict[str, Any]:
-        return {"token_ids": ids[: self.longest], "id": identifier, "num_cut": 0}
 
 
 class SpanCorruptionCollator(CompressionCollator):
@@ -160,11 +108,6 @@ class SpanCorruptionCollator(CompressionCollator):
 
     The corrupted text is the context, in `context_input_ids`; `input_ids` are the decoder's start token and the
     target, and `labels` the target. The noise of an example depends on its index, its text and the seed only.
-
-    Args:
-        sentinel_ids, end_id: as for `corrupt`.
-        corruption: how much is corrupted.
-        kwargs: as for `CompressionCollator`.
     """
 
     def __init__(
@@ -172,12 +115,12 @@ class SpanCorruptionCollator(CompressionCollator):
         *args: Any,
         sentinel_ids: Sequence[int],
         end_id: int,
-        corruption: SpanCorruption | None = None,
+        corruption: SpanCorruption,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         self.context_start_ids = []
-        self.sentinel_ids, self.end_id, self.corruption = list(sentinel_ids), end_id, corruption or SpanCorruption()
+        self.sentinel_ids, self.end_id, self.corruption = list(sentinel_ids), end_id, corruption
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a batch; every tensor is `(batch_size, width)` of int64."""

@@ -18,12 +18,7 @@ class Seq2SeqCollator(CompressionCollator):
     """`CompressionCollator` for encoder-decoders: questions go where the model's configuration places them.
 
     With `question_placement="encoder"` the prompt stands in front of the context in `context_input_ids`, and
-    `input_ids` are the decoder's start token and the target alone.
-
-    Args:
-        question_placement: "decoder" or "encoder".
-        context_end_ids: ids that a compressed context ends with, see `modeling.parts.text_ids.context_end_ids`.
-        kwargs: as for `CompressionCollator`; `task_start_ids` name the decoder's start token, in T5 the pad.
+    `input_ids` are the decoder's start token and the target alone. `context_end_ids` end a compressed context.
     """
 
     def __init__(
@@ -39,8 +34,6 @@ class Seq2SeqCollator(CompressionCollator):
     def _encoder_passages(self, example: Mapping[str, Any]) -> list[list[int]]:
         if not example.get("passages"):
             return super()._encoder_passages(example)
-        if self.question_placement == "encoder":
-            raise ValueError("a context that is compressed with its question is one text, and not a list of passages")
         return [[*ids, *self.context_end_ids] for ids in super()._encoder_passages(example)]
 
     def _encoder_context(self, example: Mapping[str, Any]) -> list[int]:
@@ -49,8 +42,6 @@ class Seq2SeqCollator(CompressionCollator):
 
     def _row(self, example: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         if self.question_placement == "encoder":
-            if example.get("more_turns"):
-                raise ValueError("questions_per_example must be 1 where the context is compressed with its question")
             example = {**example, "prompt_ids": []}
         return super()._row(example)
 
@@ -61,11 +52,6 @@ class Seq2SeqCompressionTrainer(CompressionTrainer):
     The log's `token_accuracy_ratio_C` over span-corrupted texts is Table 1's accuracy. Batches come from
     `SpanCorruptionCollator` or `Seq2SeqCollator`.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if self.args.context_mode != "compressed":
-            raise ValueError(f"an encoder-decoder needs context_mode 'compressed', got {self.args.context_mode!r}")
 
     def _states(self, batch: dict[str, Tensor], memory: CompressedContext | None, prefix: str = "") -> Tensor:
         text = {name: batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask")}

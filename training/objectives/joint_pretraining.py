@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...data.rows import MAX_ATTEMPTS, places
+from ...data.rows import draw_document
 from ...data.sources import DataSource
-from ...data.synthetic_documents import MAX_TOKENS, generate_document
-from ...data.tokenized_rows import FileSource
-from ...modeling.parts.text_ids import context_start_ids, encode
+from ...data.synthetic_documents import GeneratedDocument
+from ...modeling.parts.text_ids import context_start_ids
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from .compression import load, trainer_arguments
 from .compression_collator import JOINT_TASKS
@@ -33,11 +32,13 @@ class JointDataset(CompressionDataset):
     A document X is a window of |X| tokens of a text. Its first p = floor(|X| / 2) tokens are the context, the rest is
     the completion (EPL, section 3.1.1 and Appendix C). EOS ends the repeated context, and the completion where the
     text itself ends. The tokens that every compressed context starts with, such as BOS, count in |X| and p; the
-    collator puts them there.
-
-    The sources have the tasks reconstruction and continuation; |X| is uniform from `min_document_tokens` to
-    `max_document_tokens`, as far as the text goes. Arguments as for `CompressionDataset`.
+    collator puts them there. |X| is uniform from `min_document_tokens` to `max_document_tokens`, as far as the text
+    goes. The sources have the tasks reconstruction and continuation.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.shortest_row = self.shortest - len(self.start_ids)
 
     def _lengths(self) -> tuple[int, int]:
         self.start_ids = context_start_ids(self.tokenizer)
@@ -54,67 +55,31 @@ class JointDataset(CompressionDataset):
                     f"joint pretraining does {sorted(JOINT_TASKS)} on every document: these must be the tasks of "
                     f"source {entry.label!r}, got {list(entry.tasks)}"
                 )
-            if entry.generated and self.longest > MAX_TOKENS - _SPARE_TOKENS:
-                raise ValueError(
-                    f"max_document_tokens must be at most {MAX_TOKENS - _SPARE_TOKENS} with generated documents, "
-                    f"got {self.longest}"
-                )
 
     @staticmethod
     def num_tokens(example: Mapping[str, Any]) -> int:
         """Return the length of an example: context and both texts together."""
         return sum(len(example[f"{name}_ids"]) for name in ("context", *JOINT_TASKS))
 
-    def _from_generated(
-        self, source: DataSource, tasks: Sequence[str], limit: int, rng: random.Random
-    ) -> dict[str, Any]:
-        length = rng.randint(self.shortest, max(self.shortest, limit))
-        for _ in range(MAX_ATTEMPTS):
-            document = generate_document(
-                rng.randrange(10**9),
-                num_tokens=length + _SPARE_TOKENS,
-                kind=source.kind,
-                split=source.split,
-                count_tokens=lambda text: len(encode(self.tokenizer, text)),
-            )
-            ids = encode(self.tokenizer, document.text)
-            if len(ids) + len(self.start_ids) >= length:
-                break
-        else:
-            raise ValueError(f"{MAX_ATTEMPTS} generated documents in a row were shorter than {length} tokens")
-        return self._split(ids, length, f"generated/{document.kind}/{document.seed}", rng)
+    def _draw(self, source: DataSource, limit: int, rng: random.Random) -> GeneratedDocument:
+        return draw_document(source, limit + _SPARE_TOKENS, rng, self.tokenizer, self.shortest + _SPARE_TOKENS)
 
-    def _from_file(
-        self, source: FileSource, tasks: Sequence[str], position: int, turn: int, limit: int, rng: random.Random
-    ) -> dict[str, Any]:
-        texts = source.texts(tasks[0])
-        for row in places(self._row(position, source.num_rows, turn), source.num_rows, rng):
-            ids = texts[row]
-            available = len(ids) + len(self.start_ids)
-            if available >= self.shortest:
-                break
-        else:
-            raise ValueError(
-                f"source {source.source.label!r}: all rows are shorter than {self.shortest} tokens "
-                "(min_document_tokens)"
-            )
-        length = rng.randint(self.shortest, max(self.shortest, min(limit, available)))
-        text_ends = source.ends(tasks[0], row)
-        example = self._split(ids.tolist(), length, source.identifier(row), rng, text_ends)
-        return {**example, "documents": source.document_ids(tasks[0], row)}
+    def _room(self, task: str, limit: int) -> int:
+        return limit
 
-    def _split(
-        self, ids: list[int], length: int, identifier: str, rng: random.Random, text_ends: bool = True
+    def _text_example(
+        self, task: str, ids: list[int], limit: int, identifier: str, rng: random.Random, text_ends: bool = True
     ) -> dict[str, Any]:
-        """A document of `length` tokens from a random place of a text, cut in the middle."""
-        num_text = length - len(self.start_ids)
-        first = rng.randrange(len(ids) - num_text + 1)
-        text = ids[first : first + num_text]
-        split = length // 2 - len(self.start_ids)
+        """A document from a random place of a text, cut in the middle."""
+        num_start = len(self.start_ids)
+        length = rng.randint(self.shortest, max(self.shortest, min(limit, len(ids) + num_start)))
+        first = rng.randrange(len(ids) + num_start - length + 1)
+        text = ids[first : first + length - num_start]
+        split = length // 2 - num_start
         return {
             "context_ids": text[:split],
             "reconstruction_ids": [*text[:split], self.end],
-            "continuation_ids": text[split:] + [self.end] * (text_ends and first + num_text == len(ids)),
+            "continuation_ids": text[split:] + [self.end] * (text_ends and first + len(text) == len(ids)),
             "id": identifier,
             "num_cut": 0,
         }

@@ -34,22 +34,17 @@ class PackedTexts(CompressionDataset):
     prompt. `id` names every text that an example has a part of.
 
     Example n of a source starts where example n - 1 ends, so texts are tokenized in order: a run that is resumed reads
-    once through those that it has behind it.
-
-    The sources have the task continuation alone. Arguments as for `CompressionDataset`.
+    once through those that it has behind it. The sources have the task continuation alone.
     """
+
+    # Whether EOS stands behind each text.
+    ends_texts = True
 
     def __init__(
         self, data: DataArguments, tokenizer: PreTrainedTokenizerBase, num_examples: int | None = None, **kwargs: Any
     ):
         if num_examples is None:
             raise ValueError("packed texts have no rows of their own to count: give max_steps")
-        if data.length_schedule is not None:
-            raise ValueError(f"packed texts have one length: leave out length_schedule {data.length_schedule!r}")
-        if kwargs.get("context_tokenizer") is not None:
-            raise ValueError(
-                "packed texts have one length in one tokenizer: pack_texts needs an encoder with the same"
-            )
         # Of each source: the text (counted over all its rounds) and the place in it that an example starts at.
         self._starts: dict[int, list[tuple[int, int]]] = {}
         self._open: tuple[tuple[int, int] | None, _Text] = (None, _Text("", [], []))
@@ -57,9 +52,6 @@ class PackedTexts(CompressionDataset):
         for source in self.sources:
             if isinstance(source, DataSource):
                 continue
-            texts = source.texts("continuation")
-            if not any(len(texts[row]) for row in range(source.num_rows)):
-                raise ValueError(f"source {source.source.label!r} has no text that is not blank")
             if cut := source.cut_rows("continuation"):
                 raise ValueError(
                     f"pack_texts takes whole texts, and {len(cut)} rows are cut from the middle of longer ones, such "
@@ -121,12 +113,12 @@ class PackedTexts(CompressionDataset):
             if isinstance(source, DataSource):
                 rng = random.Random(f"{self.seed}/{position}/{turn}")
                 document = draw_document(source, self.longest, rng, self.tokenizer)
-                ids = [*encode(self.tokenizer, document.text), self.end]
+                ids = encode(self.tokenizer, document.text) + [self.end] * self.ends_texts
                 text = _Text(f"generated/{document.kind}/{document.seed}", [], ids)
             else:
                 row, texts = self._row(position, source.num_rows, turn), source.texts("continuation")
                 ids = texts[row].tolist()
-                ids += [self.end] * bool(ids)
+                ids += [self.end] * (bool(ids) and self.ends_texts)
                 text = _Text(source.identifier(row), source.document_ids("continuation", row), ids)
             self._open = ((position, turn), text)
         return self._open[1]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ...configuration.configuration_compressor import RETRIEVAL_LOADER
 from ...configuration.methods import methods_loaded_by
 from ...configuration.nearest_names import check_choice
 from ...data.document_ids import document_id
-from ...data.retrieval_sources import RetrievalCollection, TextEncoder
+from ...data.retrieval_sources import JudgedQueries, TextEncoder
 from ...modeling.modeling_decal_retrieval import chamfer
 from ...modeling.parts.text_ids import text_tokenizer
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
@@ -40,9 +40,6 @@ def contrastive_loss(
         document_keys: `(num_documents,)`, equal for equal documents.
         first_document: place of the first query's document.
         temperature: scores are divided by it.
-
-    Returns:
-        The mean over queries.
     """
     own = first_document + torch.arange(len(scores), device=scores.device)
     same = (query_keys[own, None] == query_keys) | (document_keys[own, None] == document_keys)
@@ -51,15 +48,9 @@ def contrastive_loss(
 
 
 def gathered(vectors: Tensor, mask: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
-    """Vectors, masks and keys of all processes, in the order of their ranks; its own where there is one process.
+    """Vectors `(batch_size, length, vector_size)`, masks and keys `(batch_size,)` of all processes, by rank.
 
-    Args:
-        vectors: `(batch_size, length, vector_size)`; the same batch size in all processes, any length.
-        mask: `(batch_size, length)`.
-        keys: each `(batch_size,)`.
-
-    Returns:
-        `num_processes * batch_size` rows in the greatest length; vectors with their gradients.
+    The rows come in the greatest length of all processes; vectors with their gradients.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return vectors, mask, *keys
@@ -72,55 +63,55 @@ def gathered(vectors: Tensor, mask: Tensor, *keys: Tensor) -> tuple[Tensor, ...]
 
 
 class RetrievalPairs(Dataset):
-    """Queries, each with a document that answers it: `query_ids`, `document_ids`, the two keys, `id`, `num_cut`,
-    `documents`.
+    """Queries, each with a document that answers it: `query_ids`, `document_ids`, `id`, `num_cut`, `documents`.
 
-    Two examples with one `query_key` have the same query, with one `document_key` the same document.
-
-    Args:
-        data: its sources are [`RetrievalSource`] or their fields; queries are cut to `max_query_tokens`, documents to
-            `max_context_tokens`.
-        tokenizer: makes the token ids.
+    Two examples with one `query_key` have the same query, with one `document_key` the same document. The sources of
+    `data` are [`RetrievalSource`] or their fields; queries are cut to `max_query_tokens`, documents to
+    `max_context_tokens`.
     """
 
     def __init__(self, data: DataArguments, tokenizer: PreTrainedTokenizerBase):
         if not data.sources:
             raise ValueError("there are no sources: give at least one {corpus, queries, relevance}")
-        self._collections = [RetrievalCollection(source, data.data_dir) for source in data.sources]
         self._encode_query = TextEncoder(tokenizer, data.max_query_tokens)
         self._encode_document = TextEncoder(tokenizer, data.max_context_tokens)
-        self._places: list[tuple[int, int, int]] = [
-            (number, query, document)
-            for number, collection in enumerate(self._collections)
-            for query, document in collection.pairs
-        ]
+        self._corpora: list[dict[str, str]] = []
+        self._queries: list[dict[str, str]] = []
+        self._pairs: list[tuple[int, str, str]] = []
+        for number, source in enumerate(data.sources):
+            judged = JudgedQueries(source, data.data_dir)
+            self._corpora.append(dict(judged.documents()))
+            self._queries.append(dict(zip(judged.query_ids, judged.queries, strict=True)))
+            self._pairs += [(number, *pair) for pair in judged.pairs]
+        # Numbers of the different queries and documents.
+        self._keys = {name: number for number, name in enumerate(dict.fromkeys(_names(self._pairs)))}
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._pairs)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        number, query, document = self._places[index]
-        collection = self._collections[number]
-        query_ids, query_cut = self._encode_query(collection.query(query))
-        text = collection.document(document)
+        number, query, document = self._pairs[index]
+        query_ids, query_cut = self._encode_query(self._queries[number][query])
+        text = self._corpora[number][document]
         document_ids, document_cut = self._encode_document(text)
         return {
             "query_ids": query_ids,
             "document_ids": document_ids,
-            "query_key": query * len(self._collections) + number,
-            "document_key": document * len(self._collections) + number,
-            "id": f"{collection.query_ids[query]}-{collection.document_ids[document]}",
+            "query_key": self._keys[number, "query", query],
+            "document_key": self._keys[number, "document", document],
+            "id": f"{query}-{document}",
             "num_cut": query_cut + document_cut,
             "documents": [document_id(text)],
         }
 
 
-class RetrievalCollator:
-    """Turns examples of [`RetrievalPairs`] into ids and masks of queries and documents, and their keys.
+def _names(pairs: Iterable[tuple[int, str, str]]) -> Iterator[tuple[int, str, str]]:
+    for number, query, document in pairs:
+        yield from ((number, "query", query), (number, "document", document))
 
-    Args:
-        pad_token_id: id that fills up.
-    """
+
+class RetrievalCollator:
+    """Turns examples of [`RetrievalPairs`] into ids and masks of queries and documents, and their keys."""
 
     def __init__(self, pad_token_id: int):
         self.pad_token_id = pad_token_id
@@ -153,11 +144,6 @@ class RetrievalTrainer(BaseTrainer):
     """
 
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
-        if args.ratio_mode != "all" or args.ratio_schedule is not None:
-            raise ValueError(
-                "retrieval trains every ratio at each step: ratio_mode must be 'all' without a ratio_schedule, got "
-                f"{args.ratio_mode!r} and {args.ratio_schedule!r}"
-            )
         args.remove_unused_columns = False
         super().__init__(model=model, args=args, **kwargs)
 
@@ -187,11 +173,7 @@ class RetrievalTrainer(BaseTrainer):
 
 
 def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> RetrievalTrainer:
-    """Return the trainer of a recipe: a dual encoder, from the encoder of a checkpoint or of a T5.
-
-    Raises:
-        ValueError: a source that does not fit, or a method without a retrieval model.
-    """
+    """Return the trainer of a recipe: a dual encoder, from the encoder of a checkpoint or of a T5."""
     if model_args.checkpoint is None or model_args.method is not None:
         methods = methods_loaded_by(RETRIEVAL_LOADER)
         check_choice("method of the objective retrieval:", model_args.method or DEFAULT_METHOD, methods)

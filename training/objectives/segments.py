@@ -46,14 +46,7 @@ class SegmentCollator(CompressionCollator):
 
     A batch is cut into equal substeps, and each of these into segments: at random places, drawn from the seed and the
     batch's first example, or in equal parts. The first token of a substep has no label, since no state predicts it:
-    that of the token before it belongs to the substep before.
-
-    Args:
-        substeps: parts of a block between which no gradient flows.
-        segments_per_substep: segments of each.
-        is_random: whether the lengths of segments are drawn.
-        longest_segment: most tokens of a segment.
-        args, kwargs: as for `CompressionCollator`.
+    that of the token before it belongs to the substep before. No gradient flows between substeps.
     """
 
     def __init__(
@@ -120,12 +113,8 @@ class SegmentTrainer(CompressionTrainer):
 
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
         config = model.config
-        if not hasattr(config, "accumulate_summaries"):
-            raise ValueError(f"the objective segments trains the method autocompressor, got {config.method}")
         if config.encoder_config is not None or (config.encoder_lora is not None and not config.shared_adapter):
             raise ValueError("the objective segments trains one model: give shared_adapter true, or no encoder_lora")
-        if args.ratio_mode == "per_sample":
-            raise ValueError("a batch shares its segments: ratio_mode must be 'all' or 'random', got 'per_sample'")
         super().__init__(model=model, args=args, **kwargs)
         self._soft_prompts: dict[int, SoftPrompt] = {}
 
@@ -200,13 +189,12 @@ def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingCo
     """Return the trainer of a recipe."""
     model, tokenizer = load(model_args, args)
     config, longest = model.config, 2**20
-    if hasattr(config, "accumulate_summaries"):
-        # A segment has its summary tokens, and positions behind all earlier summaries.
-        num_slots = args.training_substeps * args.segments_per_substep * config.num_memory_tokens
-        if config.encoder_limit is not None:
-            longest = config.encoder_limit - num_slots
-        if config.memory_tokens == "by_ratio":
-            longest = min(longest, config.num_memory_tokens * min(config.compression_ratios))
+    # A segment has its summary tokens, and positions behind all earlier summaries.
+    num_slots = args.training_substeps * args.segments_per_substep * config.num_memory_tokens
+    if config.encoder_limit is not None:
+        longest = config.encoder_limit - num_slots
+    if config.memory_tokens == "by_ratio":
+        longest = min(longest, config.num_memory_tokens * min(config.compression_ratios))
     cutting: dict[str, Any] = {
         "substeps": args.training_substeps,
         "segments_per_substep": args.segments_per_substep,

@@ -42,19 +42,11 @@ class TeacherTrainer(BaseTrainer, SFTTrainer):
 
 
 def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> TeacherTrainer:
-    """Return the trainer of the full-context teacher: the base with LoRA (`teacher_lora`) or with all its weights.
-
-    Raises:
-        ValueError: an unknown field of `teacher_lora`, or a `checkpoint` beside a base.
-    """
+    """Return the trainer of the full-context teacher: the base with LoRA (`teacher_lora`) or with all its weights."""
     tokenizer = load_tokenizer(model_args)
     model: Any
     peft_config = None
     if model_args.checkpoint is not None:
-        if model_args.base is not None:
-            raise ValueError(
-                f"a teacher goes on from the folder of its adapter without a base, got {model_args.base!r}"
-            )
         base = PeftConfig.from_pretrained(model_args.checkpoint).base_model_name_or_path
         model = pretrained_language_model(replace(model_args, base=base, checkpoint=None))
         model = PeftModel.from_pretrained(model, model_args.checkpoint, is_trainable=True)

@@ -55,8 +55,6 @@ class WindowTrainer(CompressionTrainer):
     """
 
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
-        if not hasattr(model.base_model, "read_windows"):
-            raise ValueError(f"the objective windows trains the method activation_beacon, got {model.config.method}")
         if args.ratio_mode != "random":
             raise ValueError(f"a ratio is drawn for each window: ratio_mode must be 'random', got {args.ratio_mode!r}")
         super().__init__(model=model, args=args, **kwargs)

@@ -116,26 +116,6 @@ def test_stock_sft_trainer_trains_with_the_collator(dataset, tokenizer, compress
     assert moved
 
 
-@pytest.mark.slow
-def test_the_log_has_the_share_of_pads_among_the_decoders_places(make_trainer, monkeypatch):
-    trainer, widths = make_trainer(config={"max_steps": 1, "gradient_accumulation_steps": 1}), []
-    forward = trainer.model.model.language_model.forward
-
-    def noted(*args, **kwargs):
-        if "inputs_embeds" in kwargs:
-            widths.append(kwargs["inputs_embeds"].shape[:2])
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(trainer.model.model.language_model, "forward", noted)
-    batch = next(iter(trainer.get_train_dataloader()))
-    trainer.train()
-    texts, contexts = batch["attention_mask"].sum(dim=1), batch["context_attention_mask"].sum(dim=1)
-    shares = []
-    for ratio, (num_rows, width) in zip((2, 4), widths, strict=True):
-        shares.append(1 - float((texts + -(-contexts // ratio)).sum()) / (num_rows * width))
-    assert trainer.state.log_history[0]["padding_share"] == pytest.approx(sum(shares) / 2)
-
-
 def test_random_ratio_is_drawn_from_seed_and_step(make_trainer):
     def drawn(trainer, steps):
         ratios = []

@@ -37,7 +37,7 @@ def make(tokenizer, folder, *sources, num_examples=40, seed=0, batch_size=1, con
 
 
 TEXT = {"path": "text.parquet", "tasks": ["reconstruction", "continuation"], "weight": 1}
-QUESTIONS = {"path": "qa.parquet", "tasks": ["question_answering", "summarisation"], "weight": 1}
+QUESTIONS = {"path": "qa.parquet", "tasks": ["question_answering", "summarization"], "weight": 1}
 
 
 def test_an_example_depends_on_index_and_seed_only(tokenizer, folder):
@@ -88,17 +88,6 @@ def test_without_a_number_all_rows_come_once(tokenizer, folder):
     assert dataset.source_of.tolist() != sorted(dataset.source_of.tolist())
 
 
-def test_reconstruction_repeats_the_context_exactly(tokenizer, folder):
-    dataset = make(
-        tokenizer, folder, {**TEXT, "tasks": ["reconstruction"]}, max_context_tokens=200, max_target_tokens=90
-    )
-    for index in range(40):
-        example = dataset[index]
-        assert example["target_ids"] == [*example["context_ids"], tokenizer.eos_token_id]
-        assert 32 <= len(example["context_ids"]) <= 89
-        assert example["num_cut"] == 0
-
-
 @pytest.mark.slow
 def test_continuation_goes_on_where_the_context_ends(tokenizer, folder):
     texts = [encode(tokenizer, generate_document(seed, num_tokens=300).text) for seed in range(4)]
@@ -118,19 +107,6 @@ def test_continuation_goes_on_where_the_context_ends(tokenizer, folder):
     assert 0 < sum(ends) < 60
 
 
-def test_an_answer_is_drawn_unless_the_first_is_asked_for(tokenizer, tmp_path):
-    answers = ["seven", "eleven", "twelve"]
-    row = {"context": "Nora keeps bees.", "question": "How many?", "answers": answers}
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "qa.parquet")
-
-    def targets(**fields) -> set[str]:
-        dataset = make(tokenizer, str(tmp_path), {"path": "qa.parquet", "tasks": ["question_answering"]}, **fields)
-        return {tokenizer.decode(dataset[i]["target_ids"], skip_special_tokens=True).strip() for i in range(40)}
-
-    assert targets() == set(answers)
-    assert targets(first_answer=True) == {"seven"}
-
-
 @pytest.mark.parametrize("prefix", ["", "### Context:\n"])
 def test_the_beginning_is_dropped_on_request_behind_the_prefix_and_counted(tokenizer, folder, prefix):
     ids = encode(tokenizer, prefix)
@@ -138,7 +114,7 @@ def test_the_beginning_is_dropped_on_request_behind_the_prefix_and_counted(token
     settings = {"context_prefix": prefix, "overlong_contexts": "truncate_left", "max_context_tokens": 50 + len(ids)}
     cut = make(tokenizer, folder, QUESTIONS, **settings)
     pairs = [(whole[index], cut[index]) for index in range(40)]
-    assert {big["task"] for big, _ in pairs} == {"question_answering", "summarisation"}
+    assert {big["task"] for big, _ in pairs} == {"question_answering", "summarization"}
     for big, small in pairs:
         assert small["context_ids"] == [*ids, *big["context_ids"][-50:]]
         assert small["num_cut"] == max(0, len(big["context_ids"]) - 50)
@@ -192,12 +168,12 @@ def test_whole_contexts_wait_for_the_limit_on_request(tokenizer, tmp_path):
 
 def test_tasks_come_when_the_schedule_says(tokenizer, folder):
     sources = [{**TEXT, "tasks": ["reconstruction", "continuation"]}, QUESTIONS, GENERATED]
-    schedule = [[0.0, ["reconstruction"]], [0.25, ["summarisation", "reconstruction"]], [0.5, list(TASKS)]]
+    schedule = [[0.0, ["reconstruction"]], [0.25, ["summarization", "reconstruction"]], [0.5, list(TASKS)]]
     dataset = make(tokenizer, folder, *sources, num_examples=122, task_schedule=schedule, max_context_tokens=120)
     tasks = [dataset[index]["task"] for index in range(122)]
     # A fraction of 122 that is no whole number: the first index behind it, 31.
     assert set(tasks[:31]) == {"reconstruction"}
-    assert set(tasks[31:61]) == {"summarisation", "reconstruction"}
+    assert set(tasks[31:61]) == {"summarization", "reconstruction"}
     assert set(tasks[61:]) == set(TASKS)
     assert set(dataset.source_of[:31]) == {0, 2}
     again = make(tokenizer, folder, *sources, num_examples=122, task_schedule=schedule, max_context_tokens=120)
@@ -239,20 +215,12 @@ def test_groups_hold_the_same_examples_in_batches_of_like_length(tokenizer, fold
         ([GENERATED], {"num_examples": None}, "generated documents never end"),
         ([TEXT, {**QUESTIONS, "weight": None}], {}, r"give a weight to every source or to none; \['qa.parquet'\]"),
         ([{**GENERATED, "weight": None}], {}, "give a weight to every source"),
-        (
-            [TEXT],
-            {"context_prefix": "no" * 40, "max_context_tokens": 32},
-            "context_prefix has .* leaves none of the 32",
-        ),
         ([TEXT], {"prompts": "memory_token"}, "did you mean 'memory_tokens'"),
         (
             [TEXT],
-            {"task_schedule": [[0.0, ["summarisation"]]]},
-            r"has the tasks \['summarisation'\]; those of the sou",
+            {"task_schedule": [[0.0, ["summarization"]]]},
+            r"has the tasks \['summarization'\]; those of the sou",
         ),
-        ([TEXT, QUESTIONS], {"task_schedule": [[0.0, ["continuation"]]]}, r"a task of the sources \['qa.parquet'\]"),
-        ([TEXT, QUESTIONS], {"task_per_batch": True}, "task_per_batch draws a task for .* the same tasks"),
-        ([TEXT], {"task_per_batch": True, "group_batches": 2}, "task_per_batch goes with group_batches 1, got 2"),
     ],
 )
 def test_wrong_arguments_are_refused(tokenizer, folder, sources, fields, message):

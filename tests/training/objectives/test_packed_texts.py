@@ -84,16 +84,3 @@ def test_the_recipe_of_next_tokens_trains_on_all_that_it_counts(base_folder, fol
     for name in ("context_attention_mask", "attention_mask"):
         assert batch[name].all()
     assert batch["labels"].ne(-100).sum() == 4 * 128
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_examples": None}, "no rows of their own to count: give max_steps"),
-        ({"length_schedule": [[0.0, 16]]}, "leave out length_schedule"),
-        ({"sources": [{**SOURCE, "tasks": ["continuation", "reconstruction"]}]}, r"must be \['continuation'\]"),
-    ],
-)
-def test_what_has_no_one_length_is_refused(tokenizer, folder, change, message):
-    with pytest.raises(ValueError, match=message):
-        make(tokenizer, folder, **change)

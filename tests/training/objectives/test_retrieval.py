@@ -13,8 +13,9 @@ from transformers import AutoModelForTextEncoding, AutoTokenizer
 
 from context_compressors import DeCALConfig, DeCALForRetrieval
 from context_compressors.data.document_ids import TrainingDocuments, document_id
-from context_compressors.data.retrieval_sources import JudgedQueries, RetrievalCollection
+from context_compressors.data.retrieval_sources import JudgedQueries
 from context_compressors.evaluation.retrieval import evaluate_retrieval
+from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.modeling_decal_retrieval import chamfer
 from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.retrieval import (
@@ -61,12 +62,11 @@ def write_tables(tmp_path: Path):
 # --- data ---
 
 
-def test_a_collection_holds_its_texts_and_its_relevant_pairs(write_tables):
-    collection = RetrievalCollection(SOURCE, write_tables())
-    assert collection.pairs == [*((i, i) for i in range(len(ANIMALS))), (0, 1)]
-    assert collection.document(1) == "The heron A heron sleeps at noon."
-    assert collection.document(0) == "A otter sleeps at noon."
-    assert collection.query(2) == "When does a badger sleep?"
+def test_examples_are_the_relevant_pairs(tokenizer, write_tables):
+    data = RetrievalPairs(DataArguments(sources=[SOURCE], data_dir=write_tables()), tokenizer)
+    assert [data[index]["id"] for index in range(len(data))] == [*(f"q{i}-d{i}" for i in range(8)), "q0-d1"]
+    assert data[1]["documents"] == [document_id("The heron A heron sleeps at noon.")]
+    assert tokenizer.decode(data[0]["document_ids"], skip_special_tokens=True) == "A otter sleeps at noon."
 
 
 def test_a_batch_is_padded_and_keys_tell_equal_texts(tokenizer, write_tables):
@@ -152,10 +152,11 @@ def test_a_recipe_trains_a_model_that_finds_the_documents(write_tables, base_fol
     losses = [entry["loss"] for entry in log if "loss" in entry]
     assert losses[-1] < 0.2 * math.log(8)
     model, tokenizer = AutoModelForTextEncoding.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
-    row = evaluate_retrieval(model, tokenizer, JudgedQueries(SOURCE, folder), 2, max_document_tokens=40)
+    settings = EvaluationSettings(max_context_tokens=40)
+    row, _ = evaluate_retrieval(model, tokenizer, JudgedQueries(SOURCE, folder), 2, settings)
     assert row["ndcg_at_10"] > 90
     assert (row["queries"], row["documents"]) == (len(ANIMALS), len(ANIMALS))
-    texts = map(RetrievalCollection(SOURCE, folder).document, range(len(ANIMALS)))
+    texts = dict(JudgedQueries(SOURCE, folder).documents()).values()
     assert TrainingDocuments.of(output) == TrainingDocuments(set(map(document_id, texts)))
 
 
