@@ -124,7 +124,7 @@ def test_answers_may_be_a_list_a_string_or_a_squad_mapping(tokenizer):
     assert [sample.references for sample in builder(tokenizer).build(data, QA)] == [["a", "b"], ["a"], ["a", "b"]]
     for empty in ([], {"text": []}, None):
         data = EvaluationDataset("tiny", [{"context": "a b", "question": "?", "answers": empty}])
-        with pytest.raises(ValueError, match="data set 'tiny'.*answers must be one or more texts"):
+        with pytest.raises(ValueError, match=r"data set 'tiny'.*answers must be one or more texts"):
             builder(tokenizer).build(data, QA)
 
 
