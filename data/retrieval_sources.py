@@ -112,11 +112,11 @@ class RetrievalSource:
         folder, columns = Path(place), _BEIR_COLUMNS
         if not folder.is_dir():
             name = os.fspath(place)
-            tables = {
-                part: RetrievalTable(name=name, config=part, split=part, columns=columns[part])
+            corpus, queries = (
+                RetrievalTable(name=name, config=part, split=part, columns=columns[part])
                 for part in ("corpus", "queries")
-            }
-            return cls(**tables, relevance=RetrievalTable(name=name, split=split, columns=columns["relevance"]))
+            )
+            return cls(corpus, queries, RetrievalTable(name=name, split=split, columns=columns["relevance"]))
         for part in ("corpus", "queries"):
             if not (folder / f"{part}.jsonl").is_file():
                 raise ValueError(f"{place} is no folder of BEIR's form: there is no {part}.jsonl")

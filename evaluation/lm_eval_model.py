@@ -107,13 +107,14 @@ class CompressorLM(TemplateLM):
                 f"pretrained must be a compressor with its LM head, got {type(pretrained).__name__}; the harness' own "
                 "model 'hf' reads plain language models"
             )
-        self.model, self.tokenizer = pretrained.eval(), tokenizer
+        self.model = pretrained.eval()
+        self.tokenizer: Any = tokenizer
         self._compressor = pretrained.question_answering(tokenizer)
         self._compressor.check_serves_memories("so that no prompt is read behind its slots")
         self._device = pretrained.device
         self._plain_tokenizer = text_tokenizer(tokenizer)
         # Of the user's turn, in a chat.
-        self._opening = (tokenizer.decode(opening_ids(tokenizer)) if tokenizer.chat_template else "") or None
+        self._opening = (self.tokenizer.decode(opening_ids(tokenizer)) if self.tokenizer.chat_template else "") or None
         self.ratio, self.document_field = ratio, document_field
         self.allow_untrained_ratio = allow_untrained_ratio
         self.batch_size, self.max_gen_toks = int(batch_size), max_gen_toks

@@ -308,9 +308,9 @@ def _check_text(value: Any, column: str, name: str, row: int) -> None:
 
 def accepted_answers(value: Any, name: str, row: int) -> list[str]:
     """The accepted answers, from a list of texts, a single answer, or SQuAD's mapping with `text`."""
-    found = value.get("text") if isinstance(value, Mapping) else value
+    found: Any = value.get("text") if isinstance(value, Mapping) else value
     is_list = isinstance(found, Sequence) and not isinstance(found, str)
-    answers = list(found) if is_list else [] if found is None else [answer_text(found)]
+    answers = list(found) if is_list else [] if found is None or found != found else [answer_text(found)]
     if not answers or not all(isinstance(answer, str) and answer.strip() for answer in answers):
         raise ValueError(
             f"data set {name!r}: answers must be one or more texts, none blank, got {value!r} in row {row} (counted "

@@ -211,7 +211,7 @@ class Scorer:
 
     @cached_property
     def _text_compressor(self) -> TextCompressor:
-        return TextCompressor.from_pretrained(self.settings.text_compressor)
+        return TextCompressor.from_pretrained(str(self.settings.text_compressor))
 
     def _self_information(self, sample: Sample) -> list[float]:
         """Of each token of a context; the last contexts' are kept for their other ratios and questions."""

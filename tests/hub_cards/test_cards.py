@@ -170,6 +170,9 @@ def test_a_method_without_a_text_has_its_configurations_docstring():
 
         model_type = "new_compressor"
 
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+
     assert method_text(NewConfig()) == "## Method\n\nWindows of tokens become slots."
 
 
