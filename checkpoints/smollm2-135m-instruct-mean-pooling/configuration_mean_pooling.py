@@ -49,6 +49,15 @@ def nearest_name(name: str, allowed: Iterable[str], similarity: float = 0.5) -> 
     return next(iter(difflib.get_close_matches(name, sorted(map(str, allowed)), n=1, cutoff=similarity)), None)
 
 
+# Earlier spellings of tasks and fields, which recipes, checkpoints and results may still have.
+_OLD_SPELLINGS = {"summarisation": "summarization", "licence": "license"}
+
+
+def as_spelled_now(name: str) -> str:
+    """Return the present spelling of a task or field."""
+    return _OLD_SPELLINGS.get(name, name)
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """A clause such as `; did you mean 'context'?` with the nearest allowed name, or the names when none is near."""
     names = sorted(map(str, allowed))
@@ -67,7 +76,7 @@ def check_choice(what: str, value: str, allowed: Iterable[str]) -> None:
 # configuration/field_checks.py
 
 # What a checkpoint is asked to do.
-PROMPTED_TASKS = ("question_answering", "summarisation", "continuation", "reconstruction")
+PROMPTED_TASKS = ("question_answering", "summarization", "continuation", "reconstruction")
 _LORA_DEFAULTS = {"rank": 16, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear"}
 
 
@@ -139,14 +148,17 @@ def lora_settings(field: str, value: Any) -> dict[str, Any] | None:
 
 def prompt_map(value: dict[str, str] | None) -> dict[str, str] | None:
     """Return prompts by task; that of questions holds `{question}` once, and no other does."""
-    for task, prompt in (value or {}).items():
+    if value is None:
+        return None
+    value = {as_spelled_now(task): prompt for task, prompt in value.items()}
+    for task, prompt in value.items():
         check_choice("task of `prompts`:", task, PROMPTED_TASKS)
         if prompt.count("{question}") != (task == "question_answering"):
             raise ValueError(
                 f"`prompts` must hold {{question}} once in 'question_answering' and nowhere else, got {task!r}: "
                 f"{prompt!r}"
             )
-    return value if value is None else dict(value)
+    return value
 
 
 # configuration/configuration_compressor.py
@@ -174,6 +186,8 @@ class CompressorConfig(PreTrainedConfig):
 
     model_type = "context_compressor"
     sub_configs = {"decoder_config": AutoConfig, "encoder_config": AutoConfig}
+    # Training objectives of the method.
+    objectives: tuple[str, ...] = ("compression", "distillation", "joint")
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
     # What a memory holds: "embeddings", or "key_values" of every layer.
     carrier = "embeddings"
