@@ -49,6 +49,8 @@ _ALTERNATIVES = {
     "self_information": "unexpected tokens",
     "keep_drop": "kept words",
 }
+# Columns of a score table behind the full context.
+_COSTS = ("retention, %", "slots", "kB", "cache, kB", "tokens a slot")
 _NOT_STATED = "not stated"
 _Source = DataSource | RetrievalSource
 
@@ -197,7 +199,7 @@ def score_table(scores: Sequence[Score]) -> str:
     if not scores:
         return "Not measured."
     others = list(dict.fromkeys(name for score in scores for name in score.alternatives))
-    costs = list(dict.fromkeys(name for score in scores for name in score.costs))
+    costs = [name for name in _COSTS if any(name in score.costs for score in scores)]
     columns = ["task", "data", "metric", "ratio", "no context", "compressed", *others, "full context", *costs]
     lines = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * 3 + ['---:'] * (len(columns) - 3))} |"]
     for score in scores:

@@ -227,6 +227,8 @@ class TrainingFields:
             check_choice(name, vars(self)[name], allowed)
         self.ratio_schedule = _structured("ratio_schedule", self.ratio_schedule, list)
         if self.ratio_schedule is not None:
+            if self.ratio_mode == "per_sample":
+                raise ValueError("ratio_schedule goes with ratio_mode all or random, got ratio_mode 'per_sample'")
             check_changes("ratio_schedule", self.ratio_schedule, lambda ratio: isinstance(ratio, int) and ratio >= 1)
         zeros = ("kl_weight", "nll_weight", "muon_learning_rate", "fit_scorers", "sample_answers_steps", "alpha")
         ones = ("distillation_chunk_size", "training_substeps", "segments_per_substep")
