@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A saved folder is all that anybody needs: not this package, not this directory, not the network."""
 
+import inspect
 import json
 import os
 import shutil
@@ -12,49 +13,56 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
+from decal_models import build as build_decal
 from safetensors.torch import load_file, save_file
 from tiny_models import ON_EVERY_BASE
 from transformers import AutoModelForCausalLM
 
-from context_compressors import DeCALConfig, DeCALForConditionalGeneration
 
-SCRIPT = """
+@torch.no_grad()
+def outputs_of(model, backbone, inputs):
+    """What a model and its backbone give: slots, states, logits, ids and what trains."""
+    memory = backbone.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
+    text = {"input_ids": inputs["input_ids"], "memory": memory}
+    parts = [part for pair in memory.key_values for part in pair] if memory.key_values else [memory.embeddings]
+    outputs = {f"slots.{number}": part for number, part in enumerate(parts)}
+    outputs["logits"] = model(**text).logits
+    outputs["greedy"] = model.generate(**text, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    outputs["trains"] = torch.tensor([parameter.requires_grad for _, parameter in sorted(model.named_parameters())])
+    if not model.config.is_encoder_decoder:
+        outputs["states"] = backbone(**text).last_hidden_state
+        outputs["direct"] = model(**inputs).logits
+        with model.base_language_model():
+            outputs["base"] = model(inputs["input_ids"]).logits
+    return {name: tensor.contiguous() for name, tensor in outputs.items()}
+
+
+SCRIPT = f"""
 import json, sys, torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 try:
     import context_compressors
     sys.exit("this package can be imported: the environment is not clean")
 except ImportError:
     pass
+
+{inspect.getsource(outputs_of)}
+
 for source, target, inputs_file, outputs_file, attention in json.load(open(sys.argv[1])):
     inputs = load_file(inputs_file)
-    settings = {"trust_remote_code": True, "attn_implementation": attention}
+    settings = dict(trust_remote_code=True, attn_implementation=attention)
     config = AutoConfig.from_pretrained(source, trust_remote_code=True)
     backbone = AutoModel.from_pretrained(source, **settings)
-    model = AutoModelForCausalLM.from_pretrained(source, **settings)
+    head = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = head.from_pretrained(source, **settings)
     for thing in (config, backbone, model):
         assert type(thing).__module__.startswith("transformers_modules."), type(thing)
-    with torch.no_grad():
-        memory = model.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
-        memory.save(outputs_file + ".memory")
-        memory = type(memory).load(outputs_file + ".memory", model_id=model.model_id)
-        layers = enumerate(memory.key_values or ())
-        carried = {f"slots.{i}.{j}": part for i, pair in layers for j, part in enumerate(pair)}
-        carried = carried or {"slots": memory.embeddings}
-        text = {"input_ids": inputs["input_ids"], "memory": memory}
-        outputs = {
-            **carried,
-            "states": backbone(**text).last_hidden_state,
-            "logits": model(**text).logits,
-            "greedy": model.generate(**text, max_new_tokens=6, min_new_tokens=6, do_sample=False),
-            "direct": model(**inputs).logits,
-        }
-        with model.base_language_model():
-            outputs["base"] = model(inputs["input_ids"]).logits
-    outputs["trains"] = torch.tensor([parameter.requires_grad for _, parameter in sorted(model.named_parameters())])
-    save_file({name: tensor.contiguous() for name, tensor in outputs.items()}, outputs_file)
+    memory = model.compress(inputs["context_input_ids"])
+    memory.save(outputs_file + ".memory")
+    type(memory).load(outputs_file + ".memory", model_id=model.model_id)
+    save_file(outputs_of(model, backbone, inputs), outputs_file)
     model.save_pretrained(target)
 """
 
@@ -108,25 +116,6 @@ def inputs(random_rows, pad_rows):
     }
 
 
-@torch.no_grad()
-def outputs_here(model, inputs):
-    memory = model.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
-    text = {"input_ids": inputs["input_ids"], "memory": memory}
-    layers = enumerate(memory.key_values or ())
-    carried = {f"slots.{i}.{j}": part for i, pair in layers for j, part in enumerate(pair)}
-    outputs = {
-        **(carried or {"slots": memory.embeddings}),
-        "states": model.model(**text).last_hidden_state,
-        "logits": model(**text).logits,
-        "greedy": model.generate(**text, max_new_tokens=6, min_new_tokens=6, do_sample=False),
-        "direct": model(**inputs).logits,
-        "trains": torch.tensor([parameter.requires_grad for _, parameter in sorted(model.named_parameters())]),
-    }
-    with model.base_language_model():
-        outputs["base"] = model(inputs["input_ids"]).logits
-    return outputs
-
-
 def assert_same_outputs(found, expected, case):
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
@@ -145,25 +134,25 @@ def test_folders_load_without_this_package_save_again_and_load_again(
 ):
     """Of every method a checkpoint, and of one for each memory form a light, a merged one and one on another base."""
     models = {f"{name} whole": case.on(variant="enhanced").model for name, case in method_cases.items()}
+    models |= {f"decal {setting}": build_decal(setting) for setting in ("decal", "attention_pooling", "baseline")}
     for name in ON_EVERY_BASE:
         models[f"{name} light"] = start_light(method_cases[name], local_hub)
         models[f"{name} gemma2"] = method_cases[name].on(architecture="gemma2", attention="eager").model
         models[f"{name} merged"] = method_cases[name].build()
         models[f"{name} merged"].merge_adapters()
-    expected = {name: outputs_here(model, inputs) for name, model in models.items()}
+    expected = {name: outputs_of(model, model.model, inputs) for name, model in models.items()}
     for name, model in models.items():
         model.save_pretrained(tmp_path / "first" / name)
     attention = {name: model.config._attn_implementation for name, model in models.items()}
     jobs = [(tmp_path / "first" / name, tmp_path / "second" / name, attention[name]) for name in models]
     for name, found in zip(models, run_clean(0, jobs, inputs, cache=local_hub.folder), strict=True):
         assert_same_outputs(found, expected[name], name)
-        # The same bytes, which a process of that kind has loaded just now.
+        # The same bytes, which a process of that kind has loaded just now; the package alone writes a card.
         first = files(tmp_path / "first" / name)
-        # The package alone writes a card.
         del first["README.md"]
         assert files(tmp_path / "second" / name) == first, name
-        here = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / name, attn_implementation=attention[name])
-        assert_same_outputs(outputs_here(here, inputs), expected[name], name)
+        here = type(models[name]).from_pretrained(tmp_path / "second" / name, attn_implementation=attention[name])
+        assert_same_outputs(outputs_of(here, here.model, inputs), expected[name], name)
 
 
 TRAIN = """
@@ -237,8 +226,8 @@ def test_light_checkpoints_are_trained_as_remote_code_and_their_children_load_wi
         assert any(not weights[1][name].equal(tensor) for name, tensor in weights[0].items()), child
         assert json.loads((child / "config.json").read_text())["parent_model_name_or_path"] == "parent"
         here = AutoModelForCausalLM.from_pretrained(child)
-        assert_same_outputs(found, outputs_here(here, inputs), child)
-        assert not found["logits"].allclose(outputs_here(model, inputs)["logits"], atol=1e-4), child
+        assert_same_outputs(found, outputs_of(here, here.model, inputs), child)
+        assert not found["logits"].allclose(outputs_of(model, model.model, inputs)["logits"], atol=1e-4), child
 
 
 @pytest.mark.slow
@@ -315,63 +304,3 @@ def test_pushing_keeps_the_card_that_is_there_and_stores_another_type(form_case,
     assert ("create_branch", "me/compressor", "v2") in hub.calls
     (tmp_path / "weights").write_bytes(hub.files["model.safetensors"])
     assert {tensor.dtype for tensor in load_file(tmp_path / "weights").values()} == {torch.bfloat16}
-
-
-ENCODER_DECODER_SCRIPT = """
-import json, sys, torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
-
-folder = sys.argv[1]
-inputs = load_file(f"{folder}/inputs.safetensors")
-for name in sys.argv[2:]:
-    source = f"{folder}/first/{name}"
-    config = AutoConfig.from_pretrained(source, trust_remote_code=True)
-    encoder = AutoModel.from_pretrained(source, trust_remote_code=True)
-    model = AutoModelForSeq2SeqLM.from_pretrained(source, trust_remote_code=True)
-    for thing in (config, encoder, model):
-        assert type(thing).__module__.startswith("transformers_modules."), type(thing)
-    with torch.no_grad():
-        memory = encoder.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
-        greedy = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-        outputs = {
-            "slots": memory.embeddings,
-            "logits": model(inputs["input_ids"], memory=memory).logits,
-            "greedy": model.generate(inputs["input_ids"], memory=memory, **greedy),
-        }
-    save_file({part: tensor.contiguous() for part, tensor in outputs.items()}, f"{folder}/{name}.safetensors")
-    model.save_pretrained(f"{folder}/second/{name}")
-"""
-
-
-@pytest.mark.slow
-def test_an_encoder_decoder_loads_without_this_package_and_saves_again(inputs, clean_python, tmp_path):
-    torch.manual_seed(0)
-    shape = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    compressions = ("latents", "attention_pooling", "none")
-    models = [
-        DeCALForConditionalGeneration(DeCALConfig(decoder_config=shape, compression=compression)).eval()
-        for compression in compressions
-    ]
-    for model, compression in zip(models, compressions, strict=True):
-        model.save_pretrained(tmp_path / "first" / compression)
-    save_file(inputs, tmp_path / "inputs.safetensors")
-    environment = {"HF_HOME": str(tmp_path / "empty"), "HF_HUB_OFFLINE": "1", "PATH": os.environ.get("PATH", "")}
-    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-    command = [clean_python, "-I", "-c", ENCODER_DECODER_SCRIPT, tmp_path, *compressions]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    for model, compression in zip(models, compressions, strict=True):
-        first = files(tmp_path / "first" / compression)
-        del first["README.md"]
-        assert files(tmp_path / "second" / compression) == first
-        with torch.no_grad():
-            memory = model.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
-            expected = {
-                "slots": memory.embeddings,
-                "logits": model(inputs["input_ids"], memory=memory).logits,
-                "greedy": model.generate(
-                    inputs["input_ids"], memory=memory, max_new_tokens=6, min_new_tokens=6, do_sample=False
-                ),
-            }
-        assert_same_outputs(load_file(tmp_path / f"{compression}.safetensors"), expected, compression)
