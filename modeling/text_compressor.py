@@ -63,10 +63,11 @@ class TextCompressor:
         *,
         max_tokens: int | None = None,
         keep: Collection[str] = (),
-        gap_cost: float = 1.0,
+        gap_cost: float = 2.0,
+        gap_mark: str = "...",
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> str:
-        """Return the words of a text that are worth most together, in their order, with one space between them.
+        """Return the words of a text that are worth most together, in their order, with a mark for each gap.
 
         Args:
             text: of any length.
@@ -76,6 +77,7 @@ class TextCompressor:
                 score is, even if they alone have more tokens than the ratio leaves.
             gap_cost: what each run of words behind a gap costs, in standard deviations of a word's score: readers,
                 small ones above all, understand long runs better. 0 keeps the words of the highest scores.
+            gap_mark: stands in place of the words of a gap in front of a run; "" for nothing. Its tokens count.
             tokenizer: the reader's, which counts tokens; the classifier's own by default.
 
         Raises:
@@ -89,10 +91,16 @@ class TextCompressor:
         if not words:
             return ""
         counter = self.tokenizer if tokenizer is None else tokenizer
-        costs = [len(ids) for ids in counter([f" {word}" for word in words], add_special_tokens=False)["input_ids"]]
+        texts = [f" {word}" for word in (gap_mark, *words)]
+        mark, *costs = map(len, counter(texts, add_special_tokens=False)["input_ids"])
+        mark *= bool(gap_mark)
         budget = math.ceil(sum(costs) / ratio) if max_tokens is None else max_tokens
-        kept = best_runs(self.word_scores(text), costs, budget, gap_cost, forced_words(words, keep))
-        return " ".join(words[place] for place in kept)
+        scores = self.word_scores(text)
+        kept = best_runs(scores, costs, budget, gap_cost, mark, forced_words(words, keep))
+        left = budget - sum(costs[place] for place in kept) - mark * len(_gaps(kept))
+        kept = extended_runs(kept, scores, costs, left)
+        gaps = _gaps(kept) if mark else ()
+        return " ".join(f"{gap_mark} {words[place]}" if place in gaps else words[place] for place in kept)
 
     def word_scores(self, text: str) -> list[float]:
         """Return a score for each of `text.split()`: the mean log odds of its tokens, standardized within the text."""
@@ -175,9 +183,14 @@ def standardized(scores: Tensor) -> Tensor:
 
 
 def best_runs(
-    scores: Sequence[float], costs: Sequence[int], budget: int, gap_cost: float, forced: Collection[int] = ()
+    scores: Sequence[float],
+    costs: Sequence[int],
+    budget: int,
+    gap_cost: float,
+    gap_tokens: int = 0,
+    forced: Collection[int] = (),
 ) -> list[int]:
-    """Return the places of the words whose scores, less a cost for each run of neighbours, add up to most.
+    """Return the places of the words whose scores, less a cost for each run behind a gap, add up to most.
 
     The words keep to the budget by a price of each token, which is found by bisection. At a price the best words are
     those of a path through two states, kept and dropped (Viterbi).
@@ -186,7 +199,8 @@ def best_runs(
         scores: of the words.
         costs: their tokens.
         budget: most tokens of all that stay.
-        gap_cost: of each run.
+        gap_cost: of each run behind a gap.
+        gap_tokens: that stand in front of each of these runs.
         forced: places of words that stay in any case.
     """
     if sum(costs) <= budget:
@@ -198,22 +212,40 @@ def best_runs(
         worth = [score - price * cost for score, cost in zip(scores, costs, strict=True)]
         for place in forced:
             worth[place] = math.inf
-        found = _best_path(worth, gap_cost)
-        if sum(costs[place] for place in found) <= budget:
+        found = _best_path(worth, gap_cost + price * gap_tokens)
+        if sum(costs[place] for place in found) + gap_tokens * len(_gaps(found)) <= budget:
             kept, high = found, price
         else:
             low = price
     return kept
 
 
+def extended_runs(kept: Sequence[int], scores: Sequence[float], costs: Sequence[int], left: int) -> list[int]:
+    """Return `kept` and the neighbours of its words with the highest scores that take at most `left` more tokens."""
+    places = set(kept)
+    while True:
+        near = {place + step for place in places for step in (-1, 1)} - places if places else {0}
+        fitting = [place for place in near if 0 <= place < len(scores) and costs[place] <= left]
+        if not fitting:
+            return sorted(places)
+        best = max(fitting, key=scores.__getitem__)
+        places.add(best)
+        left -= costs[best]
+
+
+def _gaps(places: Sequence[int]) -> set[int]:
+    """Places of the first words behind gaps."""
+    return set(places) - {0, *(place + 1 for place in places)}
+
+
 def _best_path(worth: Sequence[float], gap_cost: float) -> list[int]:
-    """Places of the words that are worth most, where each run costs `gap_cost`; infinite ones are among them."""
+    """Places of the words that are worth most, where a run behind a gap costs `gap_cost`; infinite ones are kept."""
     dropped, kept = 0.0, -math.inf
     came_from_kept: list[tuple[bool, bool]] = []
-    for value in worth:
-        is_forced = value == math.inf
-        came_from_kept.append((kept > dropped, kept >= dropped - gap_cost))
-        best = max(kept, dropped - gap_cost) + (0.0 if is_forced else value)
+    for place, value in enumerate(worth):
+        is_forced, opened = value == math.inf, dropped - (gap_cost if place else 0.0)
+        came_from_kept.append((kept > dropped, kept >= opened))
+        best = max(kept, opened) + (0.0 if is_forced else value)
         dropped, kept = -math.inf if is_forced else max(dropped, kept), best
     is_kept, places = kept > dropped, []
     for place in reversed(range(len(worth))):

@@ -8,6 +8,7 @@ from typing import Any
 
 from pyarrow.parquet import read_table
 
+from benchmarks.comparison.peers import KEEP_DROP
 from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.evaluation.held_out import Sources, check_sources
 
@@ -44,6 +45,7 @@ def documents_of(comparison: Any, questions: Mapping[str, Mapping[str, Any]]) ->
         for title, of_set in questions.items()
     }
     records = {comparison.reader_name: reader, **({_FAMILY: seen} if any(parts.values()) else {})}
+    records[KEEP_DROP.name] = TrainingDocuments.of(KEEP_DROP)
     found = check_sources({title: [Sources(title, tuple(ids))] for title, ids in of_sets.items()}, records)
     if reader is None:
         found |= {name: said for name, said in held_out.items() if name == comparison.reader_name}

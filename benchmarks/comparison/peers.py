@@ -29,6 +29,7 @@ _PRESSES = {
     "tova": ("TOVAPress", {}),
 }
 _AWARE = "_aware"
+KEEP_DROP = Path(__file__).parents[2] / "checkpoints" / "minilm-keep-drop"
 # Contexts of up to `iterative_size` tokens stay whole.
 _LINGUA = {"iterative_size": 50}
 _LONG_LINGUA = {
@@ -102,6 +103,27 @@ class SelfInformation(TextSystem):
         from context_compressors.evaluation.alternatives import informative_context
 
         return informative_context(question["context_ids"], read, budget)
+
+
+class KeepDrop(TextSystem):
+    """Keep the words that a text compressor of this package scores highest.
+
+    Args:
+        reader: reads what is left, and answers.
+        tokenizer: the reader's.
+        checkpoint: folder of the text compressor.
+    """
+
+    def __init__(self, reader: Any, tokenizer: Any, checkpoint: Path):
+        from context_compressors import TextCompressor
+
+        super().__init__("keep_drop", reader, tokenizer)
+        self.compressor = TextCompressor.from_pretrained(checkpoint)
+
+    def kept_ids(self, question: Question, read: Any, budget: int) -> list[int]:
+        from context_compressors.evaluation.alternatives import kept_words
+
+        return kept_words(self.compressor, self.tokenizer, question["context_ids"], budget)
 
 
 class LLMLingua(TextSystem):
@@ -288,6 +310,8 @@ def make_system(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     reader = reader.to(arguments.device).eval()
     if name.removesuffix(_AWARE) in _PRESSES:
         return Press(name, reader)
+    if name == "keep_drop":
+        return KeepDrop(reader, tokenizer, KEEP_DROP)
     if name == "self_information":
         return SelfInformation(reader, tokenizer, arguments.base)
     if name.endswith("llmlingua"):

@@ -206,7 +206,8 @@ def freeze(folder: Path) -> dict[str, str]:
                 tree.extractall(Path(place, "tree"), filter="data")
             install = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--upgrade", "--target", folder]
             subprocess.run([sys.executable, "-m", "pip", *install, Path(place, "tree")], check=True)
-            subprocess.run(["cp", "-r", Path(place, "tree", "benchmarks"), folder], check=True)
+            beside = [Path(place, "tree", name) for name in ("benchmarks", "checkpoints")]
+            subprocess.run(["cp", "-r", *beside, folder], check=True)
         commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
         stamp.write_text(commit.stdout, encoding="utf-8")
     return {**os.environ, "PYTHONPATH": str(folder), _FROZEN: stamp.read_text(encoding="utf-8").strip()}
