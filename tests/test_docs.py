@@ -94,6 +94,12 @@ def test_the_page_on_training_runs(workplace: Path):
     assert math.isfinite(names["result"].training_loss)
 
 
+def test_the_page_on_texts_says_what_the_checkpoint_prints(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    _, outputs = pages.run_page(DOCS / "text.md", ("python",))
+    assert [printed for _, printed in outputs] == [block.content for block, _ in outputs]
+
+
 def test_the_page_on_published_data_sets_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     _, outputs = pages.run_page(DOCS / "data.md")
@@ -152,7 +158,7 @@ def test_every_page_is_in_the_readme_and_every_page_that_runs_is_run():
     assert [page for page in PAGES if f"(docs/{page}.md)" not in readme] == []
     # A page that is added needs a test of its own; docs/add_a_method.md, docs/papers.md and docs/methods/ have files
     # of them, docs/frameworks.md and docs/server.md have some in tests/integrations.
-    pages_that_run = ["corpus", "data", "demo", "evaluate", "methods", "publish", "serve", "train", "use"]
+    pages_that_run = ["corpus", "data", "demo", "evaluate", "methods", "publish", "serve", "text", "train", "use"]
     assert sorted({*pages_that_run, "add_a_method", "frameworks", "papers", "server"}) == PAGES
     assert {block.language for block in blocks("papers")} <= {"console", "text"}
 
