@@ -44,7 +44,7 @@ _INSTEAD = {_THIS_FILE: _THIS_FILE.with_name("copied_code.py")}
 
 
 def write_code(model_class: type, config_class: type, folder: str | os.PathLike) -> None:
-    """Write the code of a model and its configuration into a folder.
+    """Write the code of a model and its configuration into a folder; nothing for a model of `transformers` itself.
 
     Args:
         model_class: A model class of this package, or one that imports only from its own folder.
@@ -54,6 +54,8 @@ def write_code(model_class: type, config_class: type, folder: str | os.PathLike)
     Raises:
         ValueError: Two modules of one file give different things the same name, or files would import each other.
     """
+    if model_class.__module__.startswith("transformers.models."):
+        return
     if model_class.__module__.partition(".")[0] != __name__.partition(".")[0]:
         copied_code.write_code(model_class, config_class, folder)
         return
