@@ -22,15 +22,11 @@ from transformers import (
 from transformers.utils import logging
 
 from ..configuration.configuration_voco import VoCoConfig
-from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
-from .compressor.chunking import Chunks, Slots, first_places, join
+from .compressor.chunking import Chunks, Slots, join
 from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel
-from .compressor.validation import TokenRows, check_ratios, check_together
+from .compressor.validation import TokenRows
 from .memory.compressed_context import CompressedContext, KeyValues
-from .memory.key_value_memory import check_sliding_window, sliding_window
-from .parts.attention_masks import PAIRWISE_MASKS, mask_for
-from .parts.packing import PackedSequence, text_positions
 from .parts.position_layout import encoder_memory_ids
 
 logger = logging.get_logger(__name__)
@@ -52,16 +48,11 @@ class LanguageOrVisionLanguageModel:
 
 
 def image_span(is_image: Tensor) -> tuple[Tensor, Tensor]:
-    """From where to where image tokens stand in each row.
+    """Return the place of each row's first image token and the places up to its last one, `(num_rows,)`; 0 for none.
 
     Args:
         is_image: `(num_rows, num_places)` bool.
-
-    Returns:
-        The place of the first one and the number of places up to the last one, `(num_rows,)`; 0 where there is none.
     """
-    if not is_image.shape[1]:
-        return (is_image.new_zeros(len(is_image), dtype=torch.long),) * 2
     first = is_image.int().argmax(dim=1)
     last = is_image.shape[1] - is_image.flip(1).int().argmax(dim=1)
     has_any = is_image.any(dim=1)
@@ -84,8 +75,8 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
     On a vision-language model the context is made by its processor: token ids with places for image tokens, and
     `pixel_values`, which `compress`, `forward` and `generate` take beside the context.
 
-    In training `forward` reads context and text in one masked pass, as the paper does, where the attention takes such
-    a mask (eager, sdpa); it is the same computation as `compress`, and `forward` with that memory.
+    The paper trains on both in one pass, whose mask hides the context from what stands behind the VoCo tokens. Here
+    the text reads their keys and values alone, which is the same computation.
     """
 
     config_class = VoCoConfig
@@ -189,15 +180,13 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
         """The keys' positions, `(batch_size, num_slots)`."""
         ids = self.memory_token_ids(chunks, torch.tensor(counts, device=slot_mask.device), max(counts))
-        joined, _ = join(ids[:, :, None], counts, chunks.chunks_per_row)
-        return joined[:, :, 0] if isinstance(joined, Tensor) else slot_mask
+        joined: Any = join(ids[:, :, None], counts, chunks.chunks_per_row)[0]
+        return joined[:, :, 0]
 
     def text_position_offset(self, memory: CompressedContext, input_ids: Tensor, text_mask: Tensor | None) -> Tensor:
-        """Position of each row's first text token, `(batch_size,)`; arguments as [`CompressorModel`]'s."""
-        return self._text_start(memory.num_context_tokens, memory.num_slots)
-
-    def _text_start(self, num_context_tokens: Tensor, num_slots: Tensor) -> Tensor:
-        return num_context_tokens if self.config.position_layout == "enhanced" else num_context_tokens + num_slots
+        """Return the position of each row's first text token, `(batch_size,)`."""
+        is_enhanced = self.config.position_layout == "enhanced"
+        return memory.num_context_tokens if is_enhanced else memory.num_context_tokens + memory.num_slots
 
     # --- compress, then read ---
 
@@ -207,101 +196,6 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
     def read_memory(self, rows: MemoryRows) -> list[KeyValues]:
         # The VoCo tokens' activations are the cache that stands for the context.
         return self.token_key_values(rows)
-
-    # --- both in one pass ---
-
-    def joint_inputs(
-        self,
-        text: TokenRows,
-        context: TokenRows,
-        ratio: int | str | Tensor | None,
-        position_ids: Tensor | None,
-        offset: Tensor | None,
-        beside: dict[str, Any],
-    ) -> tuple[dict[str, Any], PackedSequence] | None:
-        """See [`CompressorModel.joint_inputs`]: in training, `[contexts, VoCo tokens, text]` and the paper's mask."""
-        is_pairwise = self.language_model.config._attn_implementation in PAIRWISE_MASKS
-        if not self.training or not is_pairwise or len(text.input_ids) != len(context.input_ids):
-            return None
-        check_together(context, text)
-        device, num_text = text.input_ids.device, text.input_ids.shape[1]
-        chunks = self.chunks_of(context)
-        chunk_ratio: Any = check_ratios([ratio], self.config.compression_ratios, context.input_ids, False)[0]
-        if isinstance(chunk_ratio, Tensor):
-            chunk_ratio = chunk_ratio.repeat_interleave(chunks.chunks_per_row)
-        counts = slot_counts(self.config, chunks.lengths, chunk_ratio)
-        self.check_places(chunks.lengths, counts)
-        mask = _joined(chunks.attention_mask, first_places(counts, device), text.attention_mask)
-        if offset is None:
-            num_slots = torch.tensor(counts, device=device).view(-1, chunks.chunks_per_row).sum(dim=1)
-            offset = self._text_start(context.attention_mask.sum(dim=1), num_slots)
-        text_ids = text_positions(text.attention_mask) if position_ids is None else position_ids
-        positions = _joined(
-            chunks.position_ids - self._first_id,
-            self.memory_token_ids(chunks, torch.tensor(counts, device=device), max(counts)),
-            text_ids.expand_as(text.input_ids) + offset[:, None],
-        )
-        embeddings = self.context_embeddings(chunks, **beside)
-        tokens = self.memory_vectors(max(counts)).to(embeddings.dtype).expand(len(counts), -1, -1)
-        embeddings = _joined(embeddings, tokens, self._embed_text(text.input_ids))
-        visible, near = _who_sees_whom(chunks, counts, mask, num_text, self.config.decoder_config)
-        inputs = {
-            "inputs_embeds": embeddings,
-            "attention_mask": mask_for(self.language_model.config, visible, near, embeddings.dtype),
-            "position_ids": positions * mask,
-        }
-        places = torch.arange(mask.shape[1] - num_text, mask.shape[1], device=device)
-        return inputs, PackedSequence(mask, None, places.expand(len(mask), -1))
-
-
-def _joined(of_contexts: Tensor, of_memory: Tensor, of_text: Tensor) -> Tensor:
-    """`[contexts, VoCo tokens, text]` in one row: the contexts of all its chunks, then the tokens of all of them."""
-    parts = [part for part in (of_contexts, of_memory) if part.numel()]
-    return torch.cat([*(part.reshape(len(of_text), -1, *part.shape[2:]) for part in parts), of_text], dim=1)
-
-
-def _who_sees_whom(
-    chunks: Chunks, counts: Sequence[int], mask: Tensor, num_text: int, config: Any
-) -> tuple[Tensor, Tensor]:
-    """The paper's mask (EPL, Figure 8) of rows `[contexts, VoCo tokens, text]`.
-
-    A context and its VoCo tokens are causal. Behind them nothing sees the context, nor what stands in it in front of
-    an image, BOS and a system prompt: only VoCo tokens, and what comes after them.
-
-    Args:
-        chunks: the contexts.
-        counts: VoCo tokens of each chunk.
-        mask: `(batch_size, num_places)`, one for real places.
-        num_text: places of the text.
-        config: the language model's.
-
-    Returns:
-        Two masks `(batch_size, num_places, num_places)` bool, for layers that see everything and for those with a
-        sliding window.
-
-    Raises:
-        ValueError: VoCo tokens and text do not fit into the base's sliding window.
-    """
-    device, per_row, length, width = mask.device, chunks.chunks_per_row, chunks.input_ids.shape[1], max(counts)
-    in_row = torch.arange(per_row, device=device)
-    # Which chunk a place belongs to; the text to none.
-    chunk = torch.cat([in_row.repeat_interleave(length), in_row.repeat_interleave(width)])
-    chunk = torch.nn.functional.pad(chunk, (0, num_text), value=-1)
-    place = torch.arange(len(chunk), device=device)
-    is_text = (chunk < 0)[:, None]
-    may_see = torch.where(is_text, place >= per_row * length, chunk[:, None] == chunk) & (place <= place[:, None])
-    visible = mask.bool()[:, None] & may_see
-    window = sliding_window(config)
-    if window is None:
-        return visible, visible
-    num_slots = max(sum(counts[first : first + per_row]) for first in range(0, len(counts), per_row))
-    check_sliding_window(config, num_slots, num_text)
-    lengths = torch.tensor(chunks.lengths, device=device)[:, None]
-    in_chunk = torch.arange(length, device=device).expand(len(counts), -1)
-    behind = lengths + torch.arange(width, device=device)
-    place = _joined(in_chunk, behind, mask.new_zeros(len(mask), num_text))
-    # Text in front of which a cache stands sees all of that.
-    return visible, visible & (is_text | (place[:, :, None] - place[:, None] < window))
 
 
 class VoCoForCausalLM(_StartsFromVisionToo, CompressorForCausalLM):

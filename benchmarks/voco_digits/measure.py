@@ -100,14 +100,12 @@ class Reader:
         self.model, self.num_image_tokens, self.num_voco = model, num_image_tokens, num_voco
 
     def logits(self, pictures: Tensor, labels: Tensor) -> Tensor:
-        """Logits of every token, `(batch_size, num_tokens, vocab_size)`, in training from one masked pass of VoCo."""
+        """Logits of every token, `(batch_size, num_tokens, vocab_size)`."""
         image, text = [BOS, *[IMAGE] * self.num_image_tokens], rows_of(labels, QUESTION)
         if not self.num_voco:
             pixels = {"pixel_values": pictures} if self.num_image_tokens else {}
             return self.model(rows_of(labels, *image, QUESTION), **pixels, use_cache=False).logits
         context = labels.new_tensor(image).expand(len(labels), -1)
-        if self.model.training:
-            return self.model(text, context_input_ids=context, pixel_values=pictures).logits
         return self.model(text, memory=self.model.compress(context, pixel_values=pictures)).logits
 
     @torch.no_grad()

@@ -320,20 +320,14 @@ class CompressorModel(CompressorBackbone):
         else:
             # One that has been emptied may have held a memory.
             note_cached_pairs(cache, None)
-            text, joined = self.text_rows(input_ids, attention_mask), None
-            if context is not None and cache is None and use_cache is not True:
-                joined = self.joint_inputs(text, context, ratio, position_ids, text_position_offset, beside)
-            if joined is not None:
-                inputs, sequence = joined
-                use_cache = False
-            else:
-                memory, is_full, longest = self._checked_memory(text, memory, context, ratio, beside)
-                # A cache's places are counted by the memory's.
-                width = longest if cache is None and use_cache is False else None
-                inputs, sequence = self.first_inputs(text, position_ids, memory, text_position_offset, is_full, width)
-                if memory is None and attention_mask is None:
-                    # Without a mask, positions that start anew separate the texts of a packed row.
-                    inputs["attention_mask"] = None
+            text = self.text_rows(input_ids, attention_mask)
+            memory, is_full, longest = self._checked_memory(text, memory, context, ratio, beside)
+            # A cache's places are counted by the memory's.
+            width = longest if cache is None and use_cache is False else None
+            inputs, sequence = self.first_inputs(text, position_ids, memory, text_position_offset, is_full, width)
+            if memory is None and attention_mask is None:
+                # Without a mask, positions that start anew separate the texts of a packed row.
+                inputs["attention_mask"] = None
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if memory is not None and memory.carrier == "key_values" and not is_cached:
             cache = self.cache_of_slots(memory, is_full, cache, use_cache)
@@ -387,28 +381,6 @@ class CompressorModel(CompressorBackbone):
         return memory, min(counts) == max(counts), longest
 
     # --- what the language model reads ---
-
-    def joint_inputs(
-        self,
-        text: TokenRows,
-        context: TokenRows,
-        ratio: int | str | Tensor | None,
-        position_ids: Tensor | None,
-        offset: Tensor | None,
-        beside: dict[str, Any],
-    ) -> tuple[dict[str, Any], PackedSequence] | None:
-        """Contexts and texts as one sequence for the language model, in the form of `first_inputs`; `None`, as by
-        default, where a context is compressed first.
-
-        Args:
-            text: one row for each context, see `text_rows`.
-            context: see `context_rows`.
-            ratio: as in `forward`.
-            position_ids: the text's, counted within it.
-            offset: `text_position_offset`, computed if not given.
-            beside: see `beside_contexts`.
-        """
-        return None
 
     def first_inputs(
         self,
