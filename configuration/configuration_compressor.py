@@ -48,14 +48,10 @@ class CompressorConfig(PreTrainedConfig):
         encoder_config (`PreTrainedConfig` or `dict`, *optional*):
             Configuration of an encoder with weights of its own. `None`: the encoder is the decoder's own weights (held
             once), and adapters make the difference.
-        base_model_name_or_path (`str`, *optional*):
-            Hub repository or folder that the untouched weights come from.
-        base_model_revision (`str`, *optional*):
-            Revision of that repository.
-        encoder_name_or_path (`str`, *optional*):
+        base_model_name_or_path, base_model_revision (`str`, *optional*):
+            Hub repository or folder that the untouched weights come from, and its revision.
+        encoder_name_or_path, encoder_revision (`str`, *optional*):
             Where an encoder with weights of its own comes from, if that is another model than the base.
-        encoder_revision (`str`, *optional*):
-            Revision of that repository.
         encoder_tokenizer (`str`, *optional*):
             Subfolder of the checkpoint with the tokenizer of contexts. `None`: contexts and texts have the same one.
         compression_ratios (`int` or sequence of `int`, defaults to `(4,)`):
@@ -64,27 +60,23 @@ class CompressorConfig(PreTrainedConfig):
             Context tokens per independently compressed chunk. `None`: never chunk.
         position_layout (`str`, defaults to `"default"`):
             `"default"`, `"uniform"` or `"enhanced"`, as in EPL, Tables 1 to 3.
-        encoder_lora (`dict`, *optional*):
-            LoRA of the encoder: `rank`, `alpha`, `dropout` and `target_modules` (`"all-linear"` or a list of module
-            names). `None`: the encoder is frozen.
-        decoder_lora (`dict`, *optional*):
-            LoRA of the decoder, likewise. `None`: the decoder is frozen.
+        encoder_lora, decoder_lora (`dict`, *optional*):
+            LoRA: `rank`, `alpha`, `dropout` and `target_modules` (`"all-linear"` or a list of module names). `None`:
+            that side is frozen.
         shared_adapter (`bool`, defaults to `False`):
             Whether the decoder reads with the encoder's adapter, the same weights, which get gradient from both sides.
             Encoder and decoder are then one model, and `decoder_lora` is `encoder_lora`; another one is an adapter
             beside it, in a stage that trains that alone.
         slot_markers (`dict[str, int]`, *optional*):
             How many learned vectors stand in front of each chunk's slots (`"before"`) and behind them (`"after"`),
-            such as `{"after": 1}` for a separator. Each is a place of the decoder and is kept with the memory: it
-            counts among the slots. `None`: none. They stand between embeddings with contiguous positions alone.
+            such as `{"after": 1}` for a separator. They count among the slots, which must be embeddings with
+            contiguous positions.
         embedding_residual (`bool`, defaults to `False`):
-            Whether a slot starts as the sum of its window's token embeddings over the square root of their number, and
-            the method adds to it: z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), with W = 0
-            at the start, hidden_size x hidden_size. The decoder then reads slots within some thousand tokens of
-            training. No paper has it. Mean pooling's own W, where it has one, takes the place of this one.
+            Whether the method adds to the sum of a window's token embeddings over the square root of their number:
+            z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), with W = 0 at the start. The decoder
+            then learns to read slots soon. No paper has it. Mean pooling's own W takes the place of this one.
         trainable_parameters (sequence of `str`, *optional*):
-            Regular expressions, searched in parameter names, that replace the method's own trainable set. The set is
-            part of the checkpoint and is applied again when it is loaded.
+            Regular expressions, searched in parameter names, that replace the method's own trainable set.
         bos_before_text (`bool`, defaults to `True`):
             Whether a text behind slots starts with BOS where the method has no task token. Where it does not, a
             tokenizer that the compressor is trained with puts none in front of contexts either, and a text without a
@@ -107,10 +99,10 @@ class CompressorConfig(PreTrainedConfig):
         use_cache (`bool`, defaults to `True`):
             Whether the decoder returns its key/value cache.
         kwargs:
-            Fields of [`PreTrainedConfig`], and what `save_pretrained` records about the checkpoint: `external_weights`
-            (the base models whose weights it leaves out, or `None`), `parent_model_name_or_path` (the checkpoint that
-            it was fine-tuned from), `measured_chunks` (the most chunks of a document that its scores were measured
-            on; the pipeline warns of longer ones), `code_version` and `config_schema`.
+            Fields of [`PreTrainedConfig`], and what `save_pretrained` records: `external_weights` (the base models
+            whose weights it leaves out), `parent_model_name_or_path` (the checkpoint that it was fine-tuned from),
+            `measured_chunks` (the most chunks of a document that its scores were measured on; the pipeline warns of
+            longer ones), `code_version` and `config_schema`.
 
     Raises:
         ValueError: a value is not allowed; the message names the field, the value and what is allowed.

@@ -41,14 +41,9 @@ class BeaconLinear(nn.Linear):
 
 
 class BeaconMaps(nn.ModuleList):
-    """For each layer of a base, maps as large as its own, by "query", "key", "value" and "output".
+    """Maps W^b of beacons: for each layer of a base, maps as large as its own, by "query", "key", "value", "output".
 
-    Args:
-        backbone: the base.
-        names: which maps. The last layer has no query and no output: they act on states that nothing reads.
-
-    Raises:
-        ValueError: a base whose attention does not have these maps, one for each.
+    The last layer has no query and no output: they act on states that nothing reads.
     """
 
     def __init__(self, backbone: nn.Module, names: Sequence[str]):
@@ -56,10 +51,10 @@ class BeaconMaps(nn.ModuleList):
         layers = attention_maps(backbone, names)
         for number, layer in enumerate(layers):
             is_last = number == len(layers) - 1
-            own = {name: linear for name, linear in layer.items() if name in ("key", "value") or not is_last}
             maps = {
                 name: BeaconLinear(linear.in_features, linear.out_features, bias=linear.bias is not None)
-                for name, linear in own.items()
+                for name, linear in layer.items()
+                if name in ("key", "value") or not is_last
             }
             self.append(nn.ModuleDict(maps))
 
@@ -72,13 +67,8 @@ class BeaconMaps(nn.ModuleList):
                     init.copy_(parameter, getattr(layer[name], part))
 
     def at(self, places: Tensor, backbone: nn.Module, names: Sequence[str]) -> AbstractContextManager[None]:
-        """Inside this block these maps stand in for the base's own, at some places and in this thread.
-
-        Args:
-            places: of the pass's batch, flattened to `(batch_size * num_places, ...)`, each once.
-            backbone: the base.
-            names: which maps.
-        """
+        """Inside this block these maps stand in for the base's own in this thread, at some places of the pass's batch,
+        flattened to `(batch_size * num_places, ...)`."""
         for number, layer in enumerate(attention_maps(backbone, names, with_adapters=True)):
             for name, linear in layer.items():
                 # Where a quantizer or PEFT has put another module in the base's, it has none yet.
@@ -92,7 +82,7 @@ setattr(BeaconMaps, PASSES, (_PASS, None))
 
 
 class _Beacons:
-    """A hook of one map of the base: replaces its output at the pass's places."""
+    """A hook of one map of the base, which replaces its output at the pass's places."""
 
     def __init__(self, layer: int, name: str):
         self.layer, self.name = layer, name
@@ -108,7 +98,7 @@ class _Beacons:
 
 
 def attention_maps(backbone: nn.Module, names: Sequence[str], with_adapters: bool = False) -> list[dict[str, Any]]:
-    """The maps of each layer's attention by what they are called here, `with_adapters` around them or without.
+    """Return the maps of each layer's attention by what they are called here, `with_adapters` around them or without.
 
     Raises:
         ValueError: the base does not have them, one for each.
@@ -217,16 +207,11 @@ class ActivationBeaconModel(CompressorModel):
         return take_places(joined, order.clamp(max=joined.shape[1] - 1))
 
     def sliding_memory(self, ratio: int | None = None, max_slots: int = 1024) -> SlidingMemory:
-        """A memory of a text that goes on for ever, in bounded space.
-
-        Args:
-            ratio: context tokens for each beacon; the checkpoint's default if not given.
-            max_slots: beacons that stay at most, sinks included; the oldest go first.
-        """
+        """Start a memory of a text that goes on for ever, in bounded space; see [`SlidingMemory`]."""
         return SlidingMemory(self, ratio, max_slots)
 
     def empty_memory(self, batch_size: int) -> BeaconMemory:
-        """What is remembered before the first window.
+        """Return what is remembered before the first window.
 
         Raises:
             ValueError: rotary positions whose angles depend on the length of what is read, or do not turn half a head
@@ -251,11 +236,7 @@ class ActivationBeaconModel(CompressorModel):
         ratios: Sequence[int | None],
         memory: BeaconMemory,
     ) -> tuple[Tensor, BeaconMemory]:
-        """Read one more window of each row; a ratio of `None` is a window without beacons.
-
-        Returns:
-            The states of its tokens, `(batch_size, num_tokens, hidden_size)`, and the memory with it behind.
-        """
+        """Read one more window of each row; a ratio of `None` is a window without beacons."""
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         num_sinks = 0 if memory.width else self.config.num_sinks
         window = beacon_window(starts, lengths, ratios, num_sinks, input_ids.device)
@@ -264,12 +245,10 @@ class ActivationBeaconModel(CompressorModel):
     def read_window(
         self, input_ids: Tensor, window: BeaconWindow, memory: BeaconMemory
     ) -> tuple[Tensor, BeaconMemory]:
-        """One pass of the base over a window behind the memory.
+        """Run the base over a window of `input_ids` `(batch_size, num_context_tokens)` behind the memory.
 
-        Args:
-            input_ids: `(batch_size, num_context_tokens)`.
-            window: where its tokens and beacons stand.
-            memory: of the windows before it.
+        Returns:
+            The states of its tokens, `(batch_size, num_tokens, hidden_size)`, and the memory with it behind.
         """
         backbone, device = self.encoder_backbone, input_ids.device
         reach = max(old + new for old, new in zip(memory.num_slots, window.num_places, strict=True))
@@ -310,7 +289,7 @@ class ActivationBeaconModel(CompressorModel):
         return super().chunks_of(context)
 
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
-        """Slots are numbered 0, 1, ..., `(batch_size, num_slots)`, and the text goes on behind them."""
+        """Number slots 0, 1, ..., `(batch_size, num_slots)`; the text goes on behind them."""
         return (slot_mask.cumsum(dim=1) - 1) * slot_mask
 
 
@@ -322,7 +301,7 @@ class SlidingMemory:
     Args:
         model ([`ActivationBeaconModel`]): the compressor.
         ratio: context tokens for each beacon; the checkpoint's default if not given.
-        max_slots: slots that stay at most, more than there are sinks.
+        max_slots: slots that stay at most, sinks included; the oldest beacons go first.
 
     Raises:
         ValueError: a ratio that the checkpoint does not have, or another number of slots than the sinks and the
@@ -347,13 +326,9 @@ class SlidingMemory:
 
     @torch.no_grad()
     def append(self, input_ids: Tensor) -> None:
-        """Read on.
-
-        Args:
-            input_ids: `(batch_size, num_tokens)`, the next tokens of each text, without pads.
+        """Read on: `input_ids` `(batch_size, num_tokens)` are the next tokens of each text, without pads.
 
         Raises:
-            TypeError: ids that are none.
             ValueError: unknown token ids, or another number of texts than before.
         """
         check_together(self.model.context_rows(input_ids, None))
@@ -372,7 +347,7 @@ class SlidingMemory:
 
     @torch.no_grad()
     def memory(self) -> CompressedContext:
-        """The memory as it is now, for `forward`, `generate` and `save`; the text may go on behind it.
+        """Return the memory as it is now, for `forward`, `generate` and `save`; the text may go on behind it.
 
         A window that is not full has its beacons, too, and is read anew when more of it has come.
 

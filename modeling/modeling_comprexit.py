@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import DynamicCache
 
@@ -24,183 +22,11 @@ from .parts.cache_name import CACHE
 from .parts.lora import ENCODER
 from .parts.optimal_transport import sinkhorn
 
-
-class WindowAggregation(nn.Module):
-    """Makes one slot of every r tokens; a subclass says which tokens of a window a slot is made of.
-
-    Windows start at a row's first token and are whole multiples of r, the last one of a row short, so that
-    ceil(n / r) slots come of n tokens, and neither padding nor other rows bear on them.
-    """
-
-    def window_length(self, ratio: int) -> int:
-        """Tokens of a window, a multiple of `ratio`; here one slot alone."""
-        return ratio
-
-    def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:
-        """How much of each token goes into each slot of its window.
-
-        Args:
-            tokens: `(batch_size, num_windows, num_tokens, hidden_size)`, float32, zero at pads.
-            mask: `(batch_size, num_windows, num_tokens)`, bool.
-            ratio: tokens per slot; it divides `num_tokens`.
-
-        Returns:
-            `(batch_size, num_windows, num_tokens, num_slots)`; zero at pads.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not say what its slots are made of")
-
-    def aggregate(self, weights: Tensor, tokens: Tensor) -> Tensor:
-        """Slots `(batch_size, num_windows, num_slots, hidden_size)` from the weights."""
-        return weights.transpose(-1, -2) @ tokens
-
-    def forward(self, vectors: Tensor, mask: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
-        """Slots of all windows.
-
-        Args:
-            vectors: `(batch_size, num_tokens, hidden_size)`, left-aligned.
-            mask: `(batch_size, num_tokens)`, bool.
-            ratio: tokens per slot.
-
-        Returns:
-            Slots `(batch_size, num_slots, hidden_size)`, left-aligned, whatever stands at padding slots, and their
-            mask `(batch_size, num_slots)`.
-        """
-        tokens, token_mask = self.windows(vectors, mask, ratio)
-        slots = self.aggregate(self.weights(tokens, token_mask, ratio), tokens)
-        slot_mask = _slot_mask(mask, ratio)
-        return slots.flatten(1, 2)[:, : slot_mask.shape[1]], slot_mask
-
-    def allocation(self, vectors: Tensor, mask: Tensor, ratio: int) -> Tensor:
-        """What each slot is made of: weights that sum up to 1, `(batch_size, num_slots, num_tokens)`; as `forward`."""
-        tokens, token_mask = self.windows(vectors, mask, ratio)
-        weights = self.weights(tokens, token_mask, ratio).transpose(-1, -2)
-        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
-        batch_size, num_windows, num_slots, num_tokens = weights.shape
-        spread = weights.new_zeros(batch_size, num_windows, num_slots, num_windows, num_tokens)
-        index = torch.arange(num_windows, device=weights.device)
-        spread[:, index, :, index] = weights.transpose(0, 1)
-        return spread.flatten(3).flatten(1, 2)[:, : _slot_mask(mask, ratio).shape[1], : mask.shape[1]]
-
-    def windows(self, vectors: Tensor, mask: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
-        """Cut rows into windows: tokens `(batch_size, num_windows, window_length, hidden_size)` and their mask."""
-        num_tokens = vectors.shape[1]
-        # A window is never longer than the longest row, up to a whole slot.
-        length = min(self.window_length(ratio), -(-num_tokens // ratio) * ratio)
-        num_windows = -(-num_tokens // length)
-        pad = num_windows * length - num_tokens
-        # Filled rather than multiplied: what stands at a pad may be anything.
-        tokens = vectors.float().masked_fill(~mask[:, :, None], 0)
-        tokens = nn.functional.pad(tokens, (0, 0, 0, pad)).unflatten(1, (num_windows, length))
-        return tokens, nn.functional.pad(mask, (0, pad)).unflatten(1, (num_windows, length))
-
-
-class WindowMean(WindowAggregation):
-    """The mean of r neighbouring tokens (ComprExIT, Figure 8)."""
-
-    def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:
-        weights = mask / mask.sum(dim=-1, keepdim=True).clamp(min=1)
-        return weights.to(tokens.dtype)[..., None]
-
-
-class WindowAttention(WindowAggregation):
-    """The mean of r neighbouring tokens attends to them (ComprExIT, Table 3, "w/o Coordinated Allocation").
-
-    As in the authors' code one LayerNorm serves both sides: the query is a map of the normed tokens' mean, the keys
-    are maps of the normed tokens; a slot is the weighted mean of the tokens themselves.
-
-    Args:
-        hidden_size: width of the tokens.
-        attention_size: width of queries and keys.
-    """
-
-    def __init__(self, hidden_size: int, attention_size: int):
-        super().__init__()
-        self.norm = Float32LayerNorm(hidden_size)
-        self.query = Float32Linear(hidden_size, attention_size)
-        self.key = Float32Linear(hidden_size, attention_size)
-        self.scale = attention_size**-0.5
-
-    def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:
-        normed = self.norm(tokens)
-        scores = self.key(normed) @ self.query(_mean(normed, mask))[..., None] * self.scale
-        return masked_softmax(scores[..., 0], mask)[..., None]
-
-
-def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
-    """Softmax over the last dimension where `mask` is true, zero elsewhere, and zero throughout where nothing is."""
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return scores.softmax(dim=-1) * mask
-
-
-def _mean(tokens: Tensor, mask: Tensor) -> Tensor:
-    """Mean of each window's real tokens, `(batch_size, num_windows, hidden_size)`; zero where a window has none."""
-    return (tokens * mask[..., None]).sum(dim=2) / mask.sum(dim=2).clamp(min=1)[..., None]
-
-
-def _slot_mask(mask: Tensor, ratio: int) -> Tensor:
-    counts = (mask.sum(dim=1) + ratio - 1) // ratio
-    num_slots = -(-mask.shape[1] // ratio)
-    return (torch.arange(num_slots, device=mask.device) < counts[:, None]).long()
-
-
 # Tokens whose states across the layers the gate sums at a time: on a CPU as many as its cache holds.
 _GATE_TOKENS, _GATE_TOKENS_CPU = 4096, 128
 # Tokens of all rows that an encoder on an accelerator reads at a time: shorter passes cost launches and masks.
 _SEGMENT_TOKENS = 8192
-
 Reduction = Callable[[Sequence[Tensor]], Tensor]
-
-
-def reduce_layer_states(
-    backbone: PreTrainedModel,
-    reduce: Reduction,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    position_ids: Tensor,
-    segment_length: int | None = None,
-    is_full: bool = False,
-) -> Tensor:
-    """Run the backbone and reduce each token's states across the layers.
-
-    With a `segment_length`, the backbone reads so many tokens at a time behind a key/value cache, and the states of a
-    segment are gone before the next one is read; the backbone must be causal. A frozen backbone keeps nothing for a
-    backward pass but the states themselves.
-
-    Args:
-        backbone: a causal language model without its head.
-        reduce: takes the embeddings and the states behind each layer (the last one after the final norm), each
-            `(batch_size, num_segment_tokens, hidden_size)`, and returns `(batch_size, num_segment_tokens, width)`.
-        input_ids: `(batch_size, num_tokens)`, right-padded, at least one column.
-        attention_mask: same shape.
-        position_ids: same shape.
-        segment_length: tokens read at a time; `None` for all, which gradients need.
-        is_full: whether there are no pads.
-
-    Returns:
-        `(batch_size, num_tokens, width)`.
-    """
-    num_tokens = input_ids.shape[1]
-    inputs = {"input_ids": input_ids, "position_ids": position_ids}
-    if segment_length is None or num_tokens <= segment_length:
-        return _reduced(backbone, reduce, inputs, attention_mask=attention_mask, use_cache=False, is_full=is_full)
-    cache = DynamicCache(config=backbone.config)
-    reduced = []
-    for start in range(0, num_tokens, segment_length):
-        stop = min(start + segment_length, num_tokens)
-        segment = {name: tensor[:, start:stop] for name, tensor in inputs.items()}
-        settings = {"attention_mask": attention_mask[:, :stop], CACHE: cache, "use_cache": True, "is_full": is_full}
-        reduced.append(_reduced(backbone, reduce, segment, **settings))
-    return torch.cat(reduced, dim=1)
-
-
-def _reduced(backbone: PreTrainedModel, reduce: Reduction, inputs: dict[str, Tensor], **settings: Any) -> Tensor:
-    # A function of its own: a name in the loop would keep a segment's states while the next one is read.
-    # Under gradient checkpointing even frozen embeddings require gradients, which nobody would use.
-    trains = any(weight.requires_grad for weight in weights_of(backbone))
-    with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
-        settings |= {**inputs, "is_right_padded": True, "output_hidden_states": True}
-        hidden_states = run_backbone(backbone, **settings).hidden_states
-    return reduce(hidden_states)
 
 
 class LayerMap(nn.Module):
@@ -273,6 +99,75 @@ class LayerGate(nn.Module):
         return anchors, weights
 
 
+class WindowAggregation(nn.Module):
+    """Makes one slot of every r tokens; a subclass says which tokens of a window a slot is made of.
+
+    Windows start at a row's first token and are whole multiples of r, the last one of a row short, so that
+    ceil(n / r) slots come of n tokens, and neither padding nor other rows bear on them.
+    """
+
+    def window_length(self, ratio: int) -> int:
+        """Tokens of a window, a multiple of `ratio`; here one slot alone."""
+        return ratio
+
+    def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:
+        """How much of each token goes into each slot of its window.
+
+        Args:
+            tokens: `(batch_size, num_windows, num_tokens, hidden_size)`, float32, zero at pads.
+            mask: `(batch_size, num_windows, num_tokens)`, bool.
+            ratio: tokens per slot; it divides `num_tokens`.
+
+        Returns:
+            `(batch_size, num_windows, num_tokens, num_slots)`; zero at pads.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what its slots are made of")
+
+    def aggregate(self, weights: Tensor, tokens: Tensor) -> Tensor:
+        """Slots `(batch_size, num_windows, num_slots, hidden_size)` from the weights."""
+        return weights.transpose(-1, -2) @ tokens
+
+    def forward(self, vectors: Tensor, mask: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
+        """Slots of all windows.
+
+        Args:
+            vectors: `(batch_size, num_tokens, hidden_size)`, left-aligned.
+            mask: `(batch_size, num_tokens)`, bool.
+            ratio: tokens per slot.
+
+        Returns:
+            Slots `(batch_size, num_slots, hidden_size)`, left-aligned, whatever stands at padding slots, and their
+            mask `(batch_size, num_slots)`.
+        """
+        tokens, token_mask = self.windows(vectors, mask, ratio)
+        slots = self.aggregate(self.weights(tokens, token_mask, ratio), tokens)
+        slot_mask = _slot_mask(mask, ratio)
+        return slots.flatten(1, 2)[:, : slot_mask.shape[1]], slot_mask
+
+    def allocation(self, vectors: Tensor, mask: Tensor, ratio: int) -> Tensor:
+        """What each slot is made of: weights that sum up to 1, `(batch_size, num_slots, num_tokens)`; as `forward`."""
+        tokens, token_mask = self.windows(vectors, mask, ratio)
+        weights = self.weights(tokens, token_mask, ratio).transpose(-1, -2)
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+        batch_size, num_windows, num_slots, num_tokens = weights.shape
+        spread = weights.new_zeros(batch_size, num_windows, num_slots, num_windows, num_tokens)
+        index = torch.arange(num_windows, device=weights.device)
+        spread[:, index, :, index] = weights.transpose(0, 1)
+        return spread.flatten(3).flatten(1, 2)[:, : _slot_mask(mask, ratio).shape[1], : mask.shape[1]]
+
+    def windows(self, vectors: Tensor, mask: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
+        """Cut rows into windows: tokens `(batch_size, num_windows, window_length, hidden_size)` and their mask."""
+        num_tokens = vectors.shape[1]
+        # A window is never longer than the longest row, up to a whole slot.
+        length = min(self.window_length(ratio), -(-num_tokens // ratio) * ratio)
+        num_windows = -(-num_tokens // length)
+        pad = num_windows * length - num_tokens
+        # Filled rather than multiplied: what stands at a pad may be anything.
+        tokens = vectors.float().masked_fill(~mask[:, :, None], 0)
+        tokens = nn.functional.pad(tokens, (0, 0, 0, pad)).unflatten(1, (num_windows, length))
+        return tokens, nn.functional.pad(mask, (0, pad)).unflatten(1, (num_windows, length))
+
+
 class Transmission(WindowAggregation):
     """Width-wise transmission: anchors become slots by a plan that is optimal for a whole window (section 3.2.2).
 
@@ -337,6 +232,66 @@ class Transmission(WindowAggregation):
         return self.value(weights.transpose(-1, -2) @ self.value_norm(tokens))
 
 
+def _mixed_order(is_real: Tensor) -> Tensor:
+    """Return a fixed, well-mixed order of each window's real receivers, `(batch_size, num_windows, num_receivers)`:
+    multiples of the golden ratio, modulo 1, in order of size."""
+    places = torch.arange(1, is_real.shape[-1] + 1, device=is_real.device)
+    keys = (places * 2654435761) % 2**32
+    return keys.masked_fill(~is_real, 2**32).argsort(dim=-1, stable=True)
+
+
+# --- ablations ---
+
+
+class WindowMean(WindowAggregation):
+    """The mean of r neighbouring tokens (ComprExIT, Figure 8)."""
+
+    def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:
+        weights = mask / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+        return weights.to(tokens.dtype)[..., None]
+
+
+class WindowAttention(WindowAggregation):
+    """The mean of r neighbouring tokens attends to them (ComprExIT, Table 3, "w/o Coordinated Allocation").
+
+    As in the authors' code one LayerNorm serves both sides: the query is a map of the normed tokens' mean, the keys
+    are maps of the normed tokens; a slot is the weighted mean of the tokens themselves.
+
+    Args:
+        hidden_size: width of the tokens.
+        attention_size: width of queries and keys.
+    """
+
+    def __init__(self, hidden_size: int, attention_size: int):
+        super().__init__()
+        self.norm = Float32LayerNorm(hidden_size)
+        self.query = Float32Linear(hidden_size, attention_size)
+        self.key = Float32Linear(hidden_size, attention_size)
+        self.scale = attention_size**-0.5
+
+    def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:
+        normed = self.norm(tokens)
+        scores = self.key(normed) @ self.query(_mean(normed, mask))[..., None] * self.scale
+        return masked_softmax(scores[..., 0], mask)[..., None]
+
+
+def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    """Softmax over the last dimension where `mask` is true, zero elsewhere, and zero throughout where nothing is."""
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return scores.softmax(dim=-1) * mask
+
+
+def _mean(tokens: Tensor, mask: Tensor) -> Tensor:
+    """Mean of each window's real tokens, `(batch_size, num_windows, hidden_size)`; zero where a window has none."""
+    return (tokens * mask[..., None]).sum(dim=2) / mask.sum(dim=2).clamp(min=1)[..., None]
+
+
+def _slot_mask(mask: Tensor, ratio: int) -> Tensor:
+    counts = (mask.sum(dim=1) + ratio - 1) // ratio
+    num_slots = -(-mask.shape[1] // ratio)
+    return (torch.arange(num_slots, device=mask.device) < counts[:, None]).long()
+
+
 class ComprExITModel(CompressorModel):
     r"""
     Makes slots of a frozen language model's hidden states: a gate across its layers, and transport across its tokens.
@@ -392,26 +347,55 @@ class ComprExITModel(CompressorModel):
         return [self._slots(anchors, chunks.attention_mask.bool(), ratio) for ratio in ratios]
 
     def anchors(self, hidden_states: Sequence[Tensor]) -> Tensor:
-        """Token anchors of the states behind all layers, `(batch_size, num_tokens, hidden_size)`."""
+        """Return token anchors of the states behind all layers, `(batch_size, num_tokens, hidden_size)`."""
         if self.layer_gate is not None:
             return self.layer_gate(hidden_states)[0]
         layer = self.config.token_anchors
         return hidden_states[-1 if layer == LAST_LAYER else layer].float()
 
     def reduce_layers(self, reduce: Reduction, chunks: Chunks) -> Tensor:
-        """The encoder's states, reduced across the layers; see [`reduce_layer_states`]."""
-        segment_length = None
+        """Run the encoder and reduce each token's states across the layers, `(num_chunks, num_tokens, width)`.
+
+        In inference it reads a segment of tokens at a time behind a key/value cache, and the states of a segment are
+        gone before the next one is read; it must be causal. Gradients need all tokens at once.
+
+        Args:
+            reduce: takes the embeddings and the states behind each layer (the last one after the final norm), each
+                `(num_chunks, num_segment_tokens, hidden_size)`, and returns `(num_chunks, num_segment_tokens, width)`.
+            chunks: the contexts.
+        """
+        num_tokens = segment_length = chunks.input_ids.shape[1]
         if not (torch.is_grad_enabled() or self.training):
             segment_length = self._segment_length(chunks.input_ids)
-        backbone, inputs = self.encoder_backbone, (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
-        with self._adapter(backbone, ENCODER):
-            return reduce_layer_states(backbone, reduce, *inputs, segment_length, chunks.is_full)
+        cache = DynamicCache(config=self.encoder_backbone.config) if num_tokens > segment_length else None
+        reduced = []
+        for start in range(0, num_tokens, segment_length):
+            segment = slice(start, min(start + segment_length, num_tokens))
+            reduced.append(reduce(self._layer_states(chunks, segment, cache)))
+        return torch.cat(reduced, dim=1)
 
     def _segment_length(self, input_ids: Tensor) -> int:
         num_windows, window_size = self.config.segment_windows, self.config.window_size
         if input_ids.device.type != "cpu":
             num_windows = max(num_windows, _SEGMENT_TOKENS // (len(input_ids) * window_size))
         return num_windows * window_size
+
+    def _layer_states(self, chunks: Chunks, segment: slice, cache: DynamicCache | None) -> Sequence[Tensor]:
+        backbone = self.encoder_backbone
+        # Under gradient checkpointing even frozen embeddings require gradients, which nobody would use.
+        trains = any(weight.requires_grad for weight in weights_of(backbone))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trains), self._adapter(backbone, ENCODER):
+            return run_backbone(
+                backbone,
+                input_ids=chunks.input_ids[:, segment],
+                attention_mask=chunks.attention_mask[:, : segment.stop],
+                position_ids=chunks.position_ids[:, segment],
+                is_full=chunks.is_full,
+                is_right_padded=True,
+                output_hidden_states=True,
+                use_cache=cache is not None,
+                **{CACHE: cache},
+            ).hidden_states
 
     def _slots(self, anchors: Tensor, mask: Tensor, ratio: int | Tensor) -> Tensor:
         if isinstance(ratio, Tensor):
@@ -433,12 +417,3 @@ class ComprExITForCausalLM(CompressorForCausalLM):
     """[`ComprExITModel`] with the decoder's LM head."""
 
     model_class = ComprExITModel
-
-
-def _mixed_order(is_real: Tensor) -> Tensor:
-    """A fixed order of each window's real receivers, `(batch_size, num_windows, num_receivers)`, as far as mixed as
-    can be: multiples of the golden ratio, modulo 1, in order of size.
-    """
-    places = torch.arange(1, is_real.shape[-1] + 1, device=is_real.device)
-    keys = (places * 2654435761) % 2**32
-    return keys.masked_fill(~is_real, 2**32).argsort(dim=-1, stable=True)

@@ -28,15 +28,12 @@ from .parts.pooling import mean_pool
 
 
 def latent_position_ids(token_counts: Tensor, latent_mask: Tensor, ratio: int | Tensor) -> Tensor:
-    """Position of each latent, the integer mean of the positions of its tokens (DeCAL, section 3).
+    """Return the position of each latent, the integer mean of the positions of its tokens (section 3).
 
     Args:
         token_counts: `(batch_size,)`, real tokens of each row, at the positions 0, 1, ....
         latent_mask: `(batch_size, num_latents)`, left-aligned ones for real latents.
-        ratio: Tokens per latent, an int or a LongTensor `(batch_size,)`.
-
-    Returns:
-        `(batch_size, num_latents)`, the mean rounded down; 0 where there is no latent.
+        ratio: C, an int or a LongTensor `(batch_size,)`.
     """
     ratio = ratio[:, None] if isinstance(ratio, Tensor) else ratio
     first = torch.arange(latent_mask.shape[1], device=latent_mask.device) * ratio
@@ -47,13 +44,12 @@ def latent_position_ids(token_counts: Tensor, latent_mask: Tensor, ratio: int | 
 def relative_position_bias(
     bias_table: nn.Embedding, position_ids: Tensor, num_buckets: int, max_distance: int
 ) -> Tensor:
-    """T5's bidirectional relative bias between tokens at any positions; T5 itself counts them 0, 1, ....
+    """Return T5's bidirectional relative bias between tokens at any positions; T5 itself counts them 0, 1, ....
 
     Args:
         bias_table: T5's `relative_attention_bias`, `(num_buckets, num_heads)`.
         position_ids: `(batch_size, length)`.
-        num_buckets: T5's `relative_attention_num_buckets`.
-        max_distance: T5's `relative_attention_max_distance`.
+        num_buckets, max_distance: T5's `relative_attention_num_buckets` and `relative_attention_max_distance`.
 
     Returns:
         `(batch_size, num_heads, length, length)`; a batch size of 1 if all rows have the same positions.
@@ -80,15 +76,12 @@ def _look_up(table: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 def mask_bias(bias: Tensor, token_mask: Tensor, causal: bool = False) -> Tensor:
-    """The bias with the lowest number where a token may not be seen.
+    """Return the bias with the lowest number where a token may not be seen.
 
     Args:
         bias: `(batch_size or 1, num_heads, length, length)`; overwritten if it has a row for each of the mask's.
         token_mask: `(batch_size, length)`, one for real tokens; a row without any sees its pads.
         causal: Whether a token sees nothing of what stands behind it.
-
-    Returns:
-        `(batch_size or 1, num_heads, length, length)`.
     """
     # Nothing is read of a row of pads alone; a softmax over nothing would still send NaN into the gradients.
     seen = (token_mask.bool() | ~token_mask.bool().any(dim=1, keepdim=True))[:, None, None, :]
@@ -117,7 +110,7 @@ class EncodedSlots(ModelOutput):
 
 
 class T5Base:
-    """What `from_base` starts from: a T5, or the T5 that stands in a DeCAL checkpoint, such as the T5 baseline's."""
+    """Loads what `from_base` starts from: a T5, or the T5 in a DeCAL checkpoint, such as the T5 baseline's."""
 
     @staticmethod
     def from_pretrained(base: str | os.PathLike, **loading: Any) -> T5ForConditionalGeneration:
@@ -223,9 +216,8 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
 
     def initialize_parts(self) -> None:
         """Give v and what else T5 does not have its start values."""
-        if self.latent_vector is not None:
-            self._init_like_embeddings(self.latent_vector, self.encoder)
         if self.latent_norm is not None:
+            self._init_like_embeddings(self.latent_vector, self.encoder)
             self.encoder._init_weights(self.latent_norm)
         if self.attention_pooling is not None:
             # Not their children: T5 gives a map without its attention another start value.
@@ -234,7 +226,7 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
 
     @property
     def encoder_backbone(self) -> nn.Module:
-        """What encodes."""
+        """The encoder."""
         return self.encoder
 
     def get_input_embeddings(self) -> nn.Module:
@@ -275,16 +267,11 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
         ratio: int | Tensor,
         lengths: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The latents at the encoder's input, l = LayerNorm(v + P(x)) (section 3).
+        """Return the latents at the encoder's input, l = LayerNorm(v + P(x)) (section 3), and their mask.
 
         Args:
             embeddings: x, `(batch_size, num_tokens, hidden_size)`.
-            attention_mask: `(batch_size, num_tokens)`.
-            ratio: C, an int or a LongTensor `(batch_size,)`.
-            lengths: tokens of each row, if they are known and come first.
-
-        Returns:
-            Latents `(batch_size, num_latents, hidden_size)`, left-aligned, and their mask `(batch_size, num_latents)`.
+            attention_mask, ratio, lengths: as of [`mean_pool`], P.
         """
         pooled, latent_mask = mean_pool(embeddings, attention_mask, ratio, lengths)
         if not self.config.latent_pooling:
@@ -294,7 +281,7 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
     def _encoder_states(
         self, embeddings: Tensor, attention_mask: Tensor, position_ids: Tensor, is_full: bool = False
     ) -> Tensor:
-        """T5's encoder with positions that are given, `(batch_size, length, hidden_size)`; full rows have the same."""
+        """Run T5's encoder at any positions: `(batch_size, length, hidden_size)`; full rows have the same ones."""
         stack, config = self.encoder, self.encoder.config
         bias = relative_position_bias(
             stack.block[0].layer[0].SelfAttention.relative_attention_bias,
@@ -351,17 +338,10 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
         return_dict: bool | None = None,
         **unknown: Any,
     ) -> EncodedSlots | tuple[Tensor, Tensor]:
-        """Tokens in, slots out.
-
-        Args:
-            input_ids: `(batch_size, num_tokens)`.
-            attention_mask: same shape; pads may stand anywhere.
-            ratio: an int or a LongTensor `(batch_size,)`; the checkpoint's default if not given.
-            return_dict: whether to return an [`EncodedSlots`] and not a tuple.
+        """Compress contexts into an [`EncodedSlots`], or a tuple; arguments and errors as of `compress`.
 
         Raises:
             TypeError: other arguments, such as TRL's `SFTTrainer` gives.
-            ValueError: see `compress`.
         """
         if unknown:
             raise TypeError(

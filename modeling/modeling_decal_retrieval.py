@@ -96,17 +96,7 @@ class DeCALForRetrieval(CompressorHead, DeCALPreTrainedModel):
         ratio: int | Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> RetrievalVectors:
-        """Vectors of queries or documents.
-
-        Args:
-            input_ids: `(batch_size, num_tokens)`.
-            attention_mask: same shape; pads may stand anywhere.
-            ratio: an int or a LongTensor `(batch_size,)`; the checkpoint's default if not given.
-            token_type_ids: some tokenizers add them; ignored.
-
-        Raises:
-            ValueError: see [`CompressorBackbone.compress`].
-        """
+        """Return the vectors of queries or documents; arguments and errors as of [`CompressorBackbone.compress`]."""
         slots = self.model(input_ids, attention_mask, ratio)
         # In float32, where half types would square small numbers to zero.
         vectors = normalize(slots.last_hidden_state.float(), dim=-1).to(slots.last_hidden_state.dtype)

@@ -31,16 +31,10 @@ from .validation import (
 
 
 def readable_slots(memory: CompressedContext) -> tuple[Tensor, Tensor]:
-    """Slots and mask for cross-attention, in which each row has something to look at.
+    """Return slots `(batch_size, num_slots, hidden_size)` and their mask for cross-attention, at least one a row.
 
     A row without slots gets one of zeros. T5's key and value maps have no bias, so nothing comes of it: the row reads
     as if there were no cross-attention, alone as in a batch.
-
-    Args:
-        memory: slots in `embeddings`.
-
-    Returns:
-        Slots `(batch_size, num_slots, hidden_size)` and mask `(batch_size, num_slots)`, at least one place wide.
     """
     slots: Tensor = memory.embeddings  # type: ignore[assignment]  # `check_memory` has looked at the carrier
     mask = memory.attention_mask
@@ -67,7 +61,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         self.lm_head = value
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """The encoder alone, which is what `AutoModel` loads."""
+        """Return the encoder alone, which is what `AutoModel` loads."""
         return self.model
 
     def get_decoder(self) -> nn.Module:
@@ -75,7 +69,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         return self.decoder
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """The labels one place to the right, behind the start token; what has no label becomes a pad."""
+        """Shift labels one place to the right, behind the start token; what has no label becomes a pad."""
         shifted = labels.roll(1, dims=-1)
         shifted[:, 0] = self.config.decoder_start_token_id
         return shifted.masked_fill(shifted == -100, self.config.pad_token_id)
@@ -88,7 +82,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """The decoder's states behind a memory, as they go into the LM head.
+        """Run the decoder over a text behind a memory: states `(batch_size, num_text_tokens, hidden_size)`.
 
         Args:
             input_ids: Text `(batch_size, num_text_tokens)`, the decoder's start token first.
@@ -97,13 +91,6 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             memory: one row for each text, or one for all of them.
             cache: the decoder's cache.
             kwargs: handed to T5's decoder stack.
-
-        Returns:
-            `last_hidden_state` of shape `(batch_size, num_text_tokens, hidden_size)`, and the cache.
-
-        Raises:
-            ValueError: a text row without tokens, unknown token ids, a mask of the wrong shape, or a memory
-                of another model, width or batch size.
         """
         cached = 0 if cache is None else int(cache.get_seq_length())
         sequence = None
@@ -175,26 +162,18 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         r"""
         Predict a text from a context, in one of two forms.
 
-        As any encoder-decoder: `input_ids` are the context, and `labels` the decoder's next tokens. Or, as every
-        compressor here, with `memory` or `context_input_ids`: `input_ids` are the decoder's text, its start token
-        first, and `labels` are aligned with it and shifted inside.
+        As any encoder-decoder: `input_ids` are the context `(batch_size, num_tokens)`, and `labels` the decoder's next
+        tokens. Or, as every compressor here, with `memory` or `context_input_ids`: `input_ids` are the decoder's text,
+        its start token first, and `labels` are aligned with it and shifted inside.
 
         Args:
-            input_ids: `(batch_size, num_tokens)`, the context, or in the second form the text.
-            attention_mask: same shape; beside `encoder_outputs` the mask of their slots.
-            decoder_input_ids: `(batch_size, num_text_tokens)`, first form; the labels, shifted, if not given.
-            decoder_attention_mask: same shape.
-            encoder_outputs: first form, in place of `input_ids`: slots `(batch_size, num_slots, hidden_size)` first.
-            cache: the decoder's cache.
-            labels: `(batch_size, num_text_tokens)`, -100 where no loss is wanted.
-            context_input_ids: second form, contexts `(batch_size, num_context_tokens)` to compress first.
-            context_attention_mask: their mask.
-            memory: second form, contexts that are already compressed; one row serves any number of texts.
-            ratio: ratio for the contexts, as in `compress`; beside a memory, its own or none.
-            use_cache: whether to return the cache; in evaluation mode as the configuration says if not given.
-            logits_to_keep: compute only the last so many logits, or those at these indices; 0 for all.
-            context_chunk_lengths: second form, `(batch_size, num_passages)`: `chunk_lengths` as in `compress`.
-            past_key_values: an older name of `cache`.
+            decoder_input_ids, decoder_attention_mask: first form, `(batch_size, num_text_tokens)`; the labels,
+                shifted, if not given.
+            encoder_outputs: first form, in place of `input_ids`: slots `(batch_size, num_slots, hidden_size)` first,
+                whose mask `attention_mask` then is.
+            context_input_ids, context_attention_mask, memory, ratio, context_chunk_lengths: second form, as of
+                [`CompressorModel.forward`].
+            cache, labels, use_cache, logits_to_keep, past_key_values: as of [`CompressorForCausalLM.forward`].
 
         Returns:
             `logits` of shape `(batch_size, num_text_tokens, vocab_size)`, `loss` if there are labels, the cache, and
@@ -202,7 +181,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
 
         Raises:
             TypeError: ids, a ratio, a memory or a cache that are none, or a misspelt argument.
-            ValueError: no context, two of them, no text, or what `compress` and `text_states` refuse.
+            ValueError: no context, two of them, no text, or what `compress` refuses.
         """
         check_keywords(kwargs)
         cache = one_cache(cache, past_key_values)
@@ -280,24 +259,17 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         EOS behind it, as T5's tokenizers add it, are not read. Without them `input_ids` are the context.
 
         Args:
-            inputs: The question, or the context, `(batch_size, num_tokens)`; also accepted as `input_ids`. With a
-                memory or context it may be left out, if there is nothing to ask.
-            input_ids: The same.
-            attention_mask: Its mask; pads may stand on either side.
-            memory: A compressed context; one row serves any number of questions.
-            context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first, in place of `memory`.
-            context_attention_mask: Their mask.
-            ratio: Ratio for the contexts, as in `compress`; beside a memory, its own or none.
-            kwargs: Arguments of `transformers.GenerationMixin.generate`, and `context_chunk_lengths` beside
-                `context_input_ids`.
+            inputs, input_ids: The question, or the context, `(batch_size, num_tokens)`. With a memory or context it
+                may be left out, if there is nothing to ask.
+            attention_mask, memory, context_input_ids, context_attention_mask, ratio, kwargs: as of
+                [`CompressorForCausalLM.generate`].
 
         Returns:
             As `GenerationMixin.generate`: the question and new tokens; or, of a context alone, as for any
             encoder-decoder, the start token and new tokens.
 
         Raises:
-            ValueError: neither memory nor context, both of them, a ratio or mask of contexts where there is none to
-                compress, a question without tokens, another question than the memory was compressed with,
+            ValueError: neither memory nor context, both of them, another question than the memory was compressed with,
                 `decoder_input_ids` beside a memory or context, or a `prefill_chunk_size`; see also `compress`.
             TypeError: a cache for another kind of model.
         """
@@ -340,7 +312,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         ratio: int | Tensor | None,
         kwargs: dict[str, Any],
     ) -> Any:
-        """Question and new tokens."""
+        """Answer questions behind a memory: questions and new tokens."""
         chunk_lengths = kwargs.pop("context_chunk_lengths", None)
         check_source(context[0], memory, ratio, context[1], chunk_lengths)
         if given := [n for n in ("decoder_input_ids", "decoder_attention_mask") if kwargs.get(n) is not None]:
@@ -372,7 +344,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
 
 
 def _with_question(output: Any, question: Tensor, width: int) -> Any:
-    """The output with the question in the place of the first `width` tokens, which the decoder started from."""
+    """Put the question in the place of the first `width` tokens of an output, which the decoder started from."""
     sequences = output if isinstance(output, Tensor) else output.sequences
     question = question.repeat_interleave(len(sequences) // len(question), dim=0)
     sequences = torch.cat([question, sequences[:, width:]], dim=1)

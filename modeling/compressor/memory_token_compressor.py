@@ -54,7 +54,7 @@ def _block_mask(
     bidirectional: bool,
     dtype: torch.dtype,
 ) -> Tensor | dict[str, Tensor]:
-    """Who sees whom, where that is not simply "everything before".
+    """Return who sees whom, where that is not simply "everything before".
 
     Args:
         config: the encoder's.
@@ -112,11 +112,7 @@ class MemoryTokenModel(CompressorModel):
 
     def start_memory_tokens(self, tokens: nn.Parameter) -> None:
         """Give the memory tokens the start values of the configuration's `memory_start`; one that is repeated is the
-        mean of the embedding matrix.
-
-        Raises:
-            ValueError: copies of EOS are asked for, and the encoder's configuration names none.
-        """
+        mean of the embedding matrix."""
         table = self.encoder_backbone.get_input_embeddings()
         if self.config.num_memory_tokens is None:
             scale = getattr(table, "scalar_embed_scale", 1.0)
@@ -133,14 +129,8 @@ class MemoryTokenModel(CompressorModel):
             self._init_like_embeddings(tokens, self.encoder_backbone)
 
     def memory_vectors(self, num_memory_tokens: int) -> Tensor:
-        """The first memory tokens, which each have a vector of their own (EPL, section 3.1.1), or so many of the one.
-
-        Returns:
-            `(num_memory_tokens, hidden_size)`.
-
-        Raises:
-            ValueError: there are fewer.
-        """
+        """Return the first memory tokens (EPL, section 3.1.1), or so many of the one: `(num_memory_tokens,
+        hidden_size)`; a `ValueError` where there are fewer."""
         tokens = self.memory_embeddings
         if self.config.num_memory_tokens is None:
             return tokens.expand(num_memory_tokens, -1)
@@ -152,7 +142,7 @@ class MemoryTokenModel(CompressorModel):
         return tokens[:num_memory_tokens]
 
     def memory_token_ids(self, chunks: Chunks, counts: Tensor, width: int) -> Tensor:
-        """Position ids of memory tokens in the encoder, `(num_chunks, width)` (EPL, Tables 1 and 12).
+        """Return the position ids of memory tokens in the encoder, `(num_chunks, width)` (EPL, Tables 1 and 12).
 
         Args:
             chunks: the context.
@@ -163,20 +153,12 @@ class MemoryTokenModel(CompressorModel):
         return encoder_memory_ids(lengths, counts, chunks.starts, self.config.position_layout, width)
 
     def memory_rows(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> Iterator[MemoryRows]:
-        """`[S(i); M(i)]` for each pass of the encoder, with the memory tokens of all its ratios behind one context.
+        """Yield `[S(i); M(i)]` for each pass of the encoder, with the memory tokens of all its ratios behind it.
 
         Causal memory tokens under the default layout are nested: those of a higher ratio are the first ones of a lower
         ratio (the remark on Matryoshka representations in "Simple Context Compression"), and stand there once.
         Elsewhere each ratio has its own tokens, which do not see those of another; an attention that cannot keep them
         apart takes a pass for each ratio.
-
-        Args:
-            chunks: the context.
-            ratios: an int or a LongTensor `(num_chunks,)` each.
-
-        Raises:
-            ValueError: memory tokens beyond the encoder's positions, or an attention implementation that cannot take
-                the mask.
         """
         # Without later tokens in sight and with the same positions, fewer tokens are the first ones of more.
         are_nested = not self.has_bidirectional_memory and self.config.position_layout == "default"
@@ -215,15 +197,7 @@ class MemoryTokenModel(CompressorModel):
         return MemoryRows(inputs, sequence.text_places, groups)
 
     def check_places(self, lengths: Sequence[int], counts: Sequence[int]) -> None:
-        """Refuse chunks that the encoder has no positions for with their memory tokens behind them.
-
-        Args:
-            lengths: tokens of each chunk.
-            counts: its memory tokens.
-
-        Raises:
-            ValueError: as [`check_context_length`].
-        """
+        """Raise a `ValueError` where the encoder has no positions for chunks with their memory tokens behind them."""
         places = [n + m for n, m in zip(lengths, counts, strict=True) if m]
         if self.config.position_layout == "default" and places:
             check_context_length(self.encoder_backbone.config, max(places), self.config.chunk_size)

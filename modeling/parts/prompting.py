@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def context_opening(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What a compressor reads in front of a document and its prefix: `context_start_ids`, or what opens the text."""
+    """Return what a compressor reads in front of a document: `context_start_ids`, or what opens the text."""
     if not config.opens_context:
         return context_start_ids(tokenizer)
     return prompt_ids(tokenizer, [""], config.prompt_format).head or [start_token_id(tokenizer)]
 
 
 def document_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, document: str) -> list[int]:
-    """Token ids of a document as the checkpoint was trained to compress it.
+    """Return the token ids of a document as the checkpoint was trained to compress it.
 
     Args:
         config: a compressor's configuration; its `context_prefix` stands in front.
@@ -44,7 +44,7 @@ def decoder_document_ids(
     document: str | Sequence[str],
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Token ids of a document for `full_context_ids`: what opens a text is the prompt's, or a task token follows.
+    """Return a document's ids for `full_context_ids`: what opens a text is the prompt's, or a task token follows.
 
     Args:
         config, tokenizer: as in `document_ids`.
@@ -62,7 +62,7 @@ def passages_ids(
     documents: Sequence[str | Sequence[str]],
     most: int | None = None,
 ) -> list[list[list[int]]]:
-    """Token ids of each document's passages, each as a document of its own; a text is one passage.
+    """Return the token ids of each document's passages, each as a document of its own; a text is one passage.
 
     Args:
         config, tokenizer: as in `document_ids`.
@@ -78,18 +78,7 @@ def passages_ids(
 
 
 def check_max_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None) -> None:
-    """Refuse a limit that leaves nothing of a document behind what stands in front of it, such as BOS.
-
-    Args:
-        config, tokenizer: as in `document_ids`.
-        max_tokens: most tokens of a document, with those that stand in front of it; `None` for all.
-
-    Raises:
-        TypeError: it is no int.
-        ValueError: it is not above their number.
-    """
-    if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int)):
-        raise TypeError(f"`max_tokens` must be an int, got {max_tokens!r}")
+    """Raise a `ValueError` for a limit that leaves nothing of a document behind what opens it, such as BOS."""
     least = len(_document_start(config, tokenizer))
     if max_tokens is not None and max_tokens <= least:
         raise ValueError(f"`max_tokens` must be above {least}, the tokens that open a document, got {max_tokens}")
@@ -102,7 +91,7 @@ def _document_start(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 def cut_passages(
     passages: Sequence[Sequence[int]], num_tokens: int | None, keeps_end: bool = False
 ) -> list[list[int]]:
-    """As many tokens of a document's passages; passages of which none is left are left out.
+    """Return the first or last tokens of a document's passages, without passages of which none is left.
 
     Args:
         passages: token ids.
@@ -121,7 +110,7 @@ def cut_passages(
 def question_ids(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, question: str, prompt: str | None = None
 ) -> list[int]:
-    """Token ids that stand between a memory and the answer.
+    """Return the token ids that stand between a memory and the answer.
 
     Args:
         config: a compressor's configuration.
@@ -148,7 +137,7 @@ def full_context_ids(
     question: str,
     prompt: str | None = None,
 ) -> list[int]:
-    """Token ids of a question behind the whole document, as a checkpoint's decoder reads it without a memory.
+    """Return the ids of a question behind the whole document, as a checkpoint's decoder reads it without a memory.
 
     Args:
         config, tokenizer, question, prompt: as in `question_ids`.
@@ -188,12 +177,11 @@ def _around_document(
 def start_ids(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, head: Sequence[int], task: str = "continuation"
 ) -> list[int]:
-    """What a text behind slots starts with: the method's task token, or else the template's opening in a chat and
-    elsewhere BOS, or nothing where `config.bos_before_text` is false.
+    """Return what a text behind slots starts with: the method's task token, or else the template's opening in a chat
+    and elsewhere BOS, or nothing where `config.bos_before_text` is false.
 
     Args:
-        config: a compressor's configuration.
-        tokenizer: the tokenizer saved with it.
+        config, tokenizer: as in `document_ids`.
         head: of `PromptIds`.
         task: "reconstruction" starts with [AE] where the method has it, everything else with [LM].
     """
@@ -205,14 +193,10 @@ def start_ids(
 
 
 def restored_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What a reconstruction's text starts with behind its task token: the first tokens of every context, such as BOS.
+    """Return what a reconstruction starts with behind its task token: the first tokens of every context, such as BOS.
 
     Under the enhanced layout [AE] has position 0 and the text 1, 2, ...: the ids that the encoder gave the same
     tokens, BOS among them.
-
-    Args:
-        config: a compressor's configuration.
-        tokenizer: the tokenizer saved with it.
     """
     token = config.reconstruction_token_id
     if not config.restores_context_start or token is None or config.is_encoder_decoder:
@@ -228,11 +212,10 @@ def message_ids(
     messages: str | Sequence[Mapping[str, str]],
     document_ids: Sequence[int] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation behind a memory, or behind a whole document.
+    """Return the token ids of a conversation behind a memory, or behind a whole document.
 
     Args:
-        config: a compressor's configuration.
-        tokenizer: the tokenizer saved with it.
+        config, tokenizer: as in `document_ids`.
         messages: a question, or messages with `role` and `content`. A single message of the user is a question, too,
             and stands in the checkpoint's own prompt; a longer conversation in the tokenizer's chat template.
         document_ids: token ids of the document that is read in place of a memory, see `decoder_document_ids`.
