@@ -33,6 +33,10 @@ class GMSAConfig(ShallowEncoderConfig):
 
     def __init__(self, lsa_layers: int = 1, lsa_final_norm: bool = True, **kwargs: Any):
         self.lsa_final_norm = lsa_final_norm
+        # Earlier versions stored these, for an ablation that is gone.
+        if kwargs.pop("appended_tokens", 0):
+            raise ValueError("GMSA merges groups: learned tokens behind a context (`appended_tokens`) are TCP-AE's")
+        kwargs.pop("memory_start", None)
         super().__init__(**kwargs)
         self.lsa_layers = int_between("lsa_layers", lsa_layers, 0, self.num_hidden_layers)
 

@@ -881,17 +881,19 @@ _CHUNK = 1 << 20
 _BESIDE_MEMORIES = {
     *("base_model_name_or_path", "base_model_revision", "encoder_name_or_path", "encoder_revision"),
     *("encoder_tokenizer", "compression_ratios", "trainable_parameters", "training_stage"),
-    *("prompts", "prompt_format", "context_prefix", "restores_context_start", "bos_before_text"),
+    *("prompts", "prompt_format", "context_prefix", "bos_before_text"),
     *("eos_token_id", "pad_token_id"),
     *("external_weights", "parent_model_name_or_path", "measured_chunks", "code_version", "config_schema"),
     *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
-    *("ratio_selector", "ratio_scale", "segment_windows", "last_group"),
+    *("ratio_selector", "ratio_scale", "segment_windows"),
+    # Stored by earlier versions.
+    *("last_group", "restores_context_start"),
     *("use_cache", "dtype", "torch_dtype", "quantization_config"),
     *("output_hidden_states", "output_attentions", "return_dict"),
 }
 # Of these, what changes answers.
 _BESIDE_ANSWERS = _BESIDE_MEMORIES - {
-    *("prompts", "prompt_format", "context_prefix", "restores_context_start", "bos_before_text", "eos_token_id"),
+    *("prompts", "prompt_format", "context_prefix", "bos_before_text", "eos_token_id"),
     *("ratio_selector", "ratio_scale"),
 }
 
@@ -1675,14 +1677,14 @@ def merge(
 # parts/prompting.py
 
 def context_opening(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What a compressor reads in front of a document and its prefix: `context_start_ids`, or what opens the text."""
+    """Return what a compressor reads in front of a document: `context_start_ids`, or what opens the text."""
     if not config.opens_context:
         return context_start_ids(tokenizer)
     return prompt_ids(tokenizer, [""], config.prompt_format).head or [start_token_id(tokenizer)]
 
 
 def document_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, document: str) -> list[int]:
-    """Token ids of a document as the checkpoint was trained to compress it."""
+    """Return the token ids of a document as the checkpoint was trained to compress it."""
     return passages_ids(config, tokenizer, [document])[0][0]
 
 
@@ -1692,7 +1694,7 @@ def decoder_document_ids(
     document: str | Sequence[str],
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Token ids of a document for `full_context_ids`: what opens a text is the prompt's, or a task token follows."""
+    """Return a document's ids for `full_context_ids`: what opens a text is the prompt's, or a task token follows."""
     passages = cut_passages(passages_ids(config, tokenizer, [document])[0], max_tokens)
     opening = 0 if config.task_token_ids else len(context_opening(config, tokenizer))
     return [token for passage in passages for token in passage[opening:]]
@@ -1704,7 +1706,7 @@ def passages_ids(
     documents: Sequence[str | Sequence[str]],
     most: int | None = None,
 ) -> list[list[list[int]]]:
-    """Token ids of each document's passages, each as a document of its own; a text is one passage."""
+    """Return the token ids of each document's passages, each as a document of its own; a text is one passage."""
     passages = [[document] if isinstance(document, str) else list(document) for document in documents]
     # Tokenized apart, as in training.
     start = _document_start(config, tokenizer)
@@ -1714,9 +1716,7 @@ def passages_ids(
 
 
 def check_max_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None) -> None:
-    """Refuse a limit that leaves nothing of a document behind what stands in front of it, such as BOS."""
-    if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int)):
-        raise TypeError(f"`max_tokens` must be an int, got {max_tokens!r}")
+    """Raise a `ValueError` for a limit that leaves nothing of a document behind what opens it, such as BOS."""
     least = len(_document_start(config, tokenizer))
     if max_tokens is not None and max_tokens <= least:
         raise ValueError(f"`max_tokens` must be above {least}, the tokens that open a document, got {max_tokens}")
@@ -1729,7 +1729,7 @@ def _document_start(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 def cut_passages(
     passages: Sequence[Sequence[int]], num_tokens: int | None, keeps_end: bool = False
 ) -> list[list[int]]:
-    """As many tokens of a document's passages; passages of which none is left are left out."""
+    """Return the first or last tokens of a document's passages, without passages of which none is left."""
     left, kept = num_tokens, []
     for passage in reversed(passages) if keeps_end else passages:
         if left is not None:
@@ -1742,7 +1742,7 @@ def cut_passages(
 def question_ids(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, question: str, prompt: str | None = None
 ) -> list[int]:
-    """Token ids that stand between a memory and the answer."""
+    """Return the token ids that stand between a memory and the answer."""
     head, tail = _around_document(config, tokenizer, question, prompt)
     return tail if config.opens_context else [*head, *tail]
 
@@ -1754,7 +1754,7 @@ def full_context_ids(
     question: str,
     prompt: str | None = None,
 ) -> list[int]:
-    """Token ids of a question behind the whole document, as a checkpoint's decoder reads it without a memory."""
+    """Return the ids of a question behind the whole document, as a checkpoint's decoder reads it without a memory."""
     head, tail = _around_document(config, tokenizer, question, prompt)
     return _with_document(config, tokenizer, head, document_ids, tail)
 
@@ -1789,8 +1789,8 @@ def _around_document(
 def start_ids(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, head: Sequence[int], task: str = "continuation"
 ) -> list[int]:
-    """What a text behind slots starts with: the method's task token, or else the template's opening in a chat and
-    elsewhere BOS, or nothing where `config.bos_before_text` is false."""
+    """Return what a text behind slots starts with: the method's task token, or else the template's opening in a chat
+    and elsewhere BOS, or nothing where `config.bos_before_text` is false."""
     token = config.reconstruction_token_id if task == "reconstruction" else config.continuation_token_id
     if token is not None:
         has_bos = config.bos_before_task_token and not head
@@ -1804,7 +1804,7 @@ def message_ids(
     messages: str | Sequence[Mapping[str, str]],
     document_ids: Sequence[int] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation behind a memory, or behind a whole document."""
+    """Return the token ids of a conversation behind a memory, or behind a whole document."""
     if not isinstance(messages, str):
         messages = list(messages)
         for message in messages:
@@ -4563,20 +4563,14 @@ class CompressorModel(CompressorBackbone):
         else:
             # One that has been emptied may have held a memory.
             note_cached_pairs(cache, None)
-            text, joined = self.text_rows(input_ids, attention_mask), None
-            if context is not None and cache is None and use_cache is not True:
-                joined = self.joint_inputs(text, context, ratio, position_ids, text_position_offset, beside)
-            if joined is not None:
-                inputs, sequence = joined
-                use_cache = False
-            else:
-                memory, is_full, longest = self._checked_memory(text, memory, context, ratio, beside)
-                # A cache's places are counted by the memory's.
-                width = longest if cache is None and use_cache is False else None
-                inputs, sequence = self.first_inputs(text, position_ids, memory, text_position_offset, is_full, width)
-                if memory is None and attention_mask is None:
-                    # Without a mask, positions that start anew separate the texts of a packed row.
-                    inputs["attention_mask"] = None
+            text = self.text_rows(input_ids, attention_mask)
+            memory, is_full, longest = self._checked_memory(text, memory, context, ratio, beside)
+            # A cache's places are counted by the memory's.
+            width = longest if cache is None and use_cache is False else None
+            inputs, sequence = self.first_inputs(text, position_ids, memory, text_position_offset, is_full, width)
+            if memory is None and attention_mask is None:
+                # Without a mask, positions that start anew separate the texts of a packed row.
+                inputs["attention_mask"] = None
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if memory is not None and memory.carrier == "key_values" and not is_cached:
             cache = self.cache_of_slots(memory, is_full, cache, use_cache)
@@ -4625,19 +4619,6 @@ class CompressorModel(CompressorBackbone):
         return memory, min(counts) == max(counts), longest
 
     # --- what the language model reads ---
-
-    def joint_inputs(
-        self,
-        text: TokenRows,
-        context: TokenRows,
-        ratio: int | str | Tensor | None,
-        position_ids: Tensor | None,
-        offset: Tensor | None,
-        beside: dict[str, Any],
-    ) -> tuple[dict[str, Any], PackedSequence] | None:
-        """Contexts and texts as one sequence for the language model, in the form of `first_inputs`; `None`, as by
-        default, where a context is compressed first."""
-        return None
 
     def first_inputs(
         self,

@@ -39,17 +39,19 @@ _CHUNK = 1 << 20
 _BESIDE_MEMORIES = {
     *("base_model_name_or_path", "base_model_revision", "encoder_name_or_path", "encoder_revision"),
     *("encoder_tokenizer", "compression_ratios", "trainable_parameters", "training_stage"),
-    *("prompts", "prompt_format", "context_prefix", "restores_context_start", "bos_before_text"),
+    *("prompts", "prompt_format", "context_prefix", "bos_before_text"),
     *("eos_token_id", "pad_token_id"),
     *("external_weights", "parent_model_name_or_path", "measured_chunks", "code_version", "config_schema"),
     *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
-    *("ratio_selector", "ratio_scale", "segment_windows", "last_group"),
+    *("ratio_selector", "ratio_scale", "segment_windows"),
+    # Stored by earlier versions.
+    *("last_group", "restores_context_start"),
     *("use_cache", "dtype", "torch_dtype", "quantization_config"),
     *("output_hidden_states", "output_attentions", "return_dict"),
 }
 # Of these, what changes answers.
 _BESIDE_ANSWERS = _BESIDE_MEMORIES - {
-    *("prompts", "prompt_format", "context_prefix", "restores_context_start", "bos_before_text", "eos_token_id"),
+    *("prompts", "prompt_format", "context_prefix", "bos_before_text", "eos_token_id"),
     *("ratio_selector", "ratio_scale"),
 }
 
