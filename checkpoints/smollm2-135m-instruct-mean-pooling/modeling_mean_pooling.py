@@ -64,7 +64,7 @@ class MeanPoolingModel(CompressorModel):
             up = Float32Linear(encoder_width, config.normed_mlp_size, bias=False)
             down = Float32Linear(config.normed_mlp_size, config.hidden_size, bias=False)
             self.slot_mlp = nn.Sequential(nn.RMSNorm(encoder_width, eps=1e-6), up, nn.GELU(), down)
-        self.ratio_selector = Float32Linear(encoder_width, 1) if config.ratio_selector else None
+        self.ratio_selector: Any = Float32Linear(encoder_width, 1) if config.ratio_selector else None
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
