@@ -33,7 +33,7 @@ context-compressors ask my-compressor memories/*.safetensors < questions.txt
     argument(
         "sources",
         nargs="+",
-        help="memory files (.safetensors), and documents, which are compressed first; of several each is asked, and the "
+        help="memory files (.safetensors), and documents, which are compressed first; each is asked, and the "
         "likeliest answer is printed",
     ),
     argument(
