@@ -7,15 +7,18 @@ from dataclasses import replace
 import pytest
 import test_threads
 import torch
+from harsh_attention import harsh_flex
 from tiny_bases import FAR_APART, ids_of
 from tiny_models import TRAINING_FREE, Case
-from transformers import AutoModelForCausalLM
+from torch.nn import functional
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from context_compressors import CompressedContext
 from context_compressors.corpus.memory_store import MemoryStore
 from context_compressors.modeling.compressor.headwise_reading import _BY_HEADS, attend_by_heads, pairs_by_head
 from context_compressors.modeling.memory.headwise_pairs import gather_pairs
+from context_compressors.modeling.parts.attention_masks import with_sight
 from context_compressors.modeling.parts.cache_name import CACHE
 
 KV_ZIP = Case(next(method for method in TRAINING_FREE if method.name == "kv_zip"))
@@ -218,6 +221,35 @@ def test_heads_are_read_as_if_all_were_padded_to_the_fullest(name, method_cases,
             (read, written), (expected, other) = found
             torch.testing.assert_close(read, expected, atol=1e-5, rtol=1e-4)
             assert written.equal(other)
+
+
+def naive_flash(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """What the library's flash attention computes, from its mask of two dimensions."""
+    num_queries, num_tokens = query.shape[2], key.shape[2]
+    seen = torch.ones(num_queries, num_tokens, dtype=torch.bool).tril(num_tokens - num_queries)
+    if attention_mask is not None:
+        seen = with_sight(seen & attention_mask[:, None, None].bool())
+    key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
+    output = functional.scaled_dot_product_attention(query, key, value, seen, scale=scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "function"), [("flash_attention_2", naive_flash), ("flex_attention", harsh_flex)])
+def test_pairs_are_read_beside_flash_and_flex_attention(name, function, random_rows, pad_rows, monkeypatch):
+    model = KV_ZIP.on(attention="sdpa").build()
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, function)
+    memory = model.compress(*pad_rows(random_rows([33, 9, 0, 20])), ratio=3)
+    found = []
+    for implementation in ("sdpa", name):
+        monkeypatch.setattr(model.model.language_model.config, "_attn_implementation_internal", implementation)
+        for side in ("left", "right"):
+            text, mask = pad_rows(random_rows([5, 2, 4, 1], seed=1), side)
+            found.append([model(text, mask, memory=memory).logits[mask.bool()]])
+            found[-1] += [model.generate(text, attention_mask=mask, memory=memory, **GREEDY)]
+        alone = model(text[:1], memory=memory.rows(0)).logits
+        found.append([alone, model.compress(ids_of(13), ratio=2).key_values])
+    torch.testing.assert_close(found[3:], found[:3], atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
