@@ -34,6 +34,8 @@ BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # The first one is README's.
 CHECKPOINTS = ("smollm2-135m-instruct-ranked-key-values", "smollm2-135m-instruct-mean-pooling")
 SCORES = ROOT / "benchmarks" / "smollm2"
+# The first checkpoint's answers to the questions of the second.
+IN_COMMON = "questions_in_common"
 # Pages whose output is the checkpoint's, and the languages that run.
 OF_THE_CHECKPOINT = {README: ("python",), DOCS / "use.md": ("python", "bash")}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -212,7 +214,7 @@ def rows_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return README's table: F1 on SQuAD of each checkpoint and its baselines, and the size of the memory.
+    """Return README's table: F1 on SQuAD of each checkpoint and its baselines, what is stored and what is read.
 
     Args:
         scores: `scores_of` each checkpoint.
@@ -221,32 +223,45 @@ def score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
 
     body = []
     for name, rows in scores.items():
-        link = f"[{name}](checkpoints/{name}/README.md)"
+        link = f"[{name}](checkpoints/{name}/README.md), {rows['no_context']['num_samples']:,} questions"
         for kind, title in _READ.items():
             conditions = ["no_context", "full_context"] if kind == "ratio" else []
-            conditions += [f"{kind}={ratio}" for ratio in _RATIOS]
-            f1 = [f"{rows[condition]['metrics']['f1']:.1f}" for condition in conditions]
-            body.append([title.format(name=link), *[""] * (2 + len(_RATIOS) - len(f1)), *f1])
-        body.append(["Memory: tokens, kB", *_sizes(name, rows)])
+            body.append(_line(title.format(name=link), rows, [*conditions, *(f"{kind}={n}" for n in _RATIOS)]))
+        if name == CHECKPOINTS[1]:
+            title = f"{CHECKPOINTS[0]}, the same questions"
+            body.append(_line(title, scores_of(IN_COMMON), [f"ratio={ratio}" for ratio in _RATIOS]))
+        body += _sizes(name, rows)
     return markdown_table(["F1", "no context", "full text", *(f"{ratio}x" for ratio in _RATIOS)], body)
 
 
-def _sizes(name: str, rows: Mapping[str, Any]) -> list[str]:
-    """Return tokens and kilobytes of no context, of the full text's KV cache, and of a memory at each ratio."""
+def _line(title: str, rows: Mapping[str, Mapping[str, Any]], conditions: Sequence[str]) -> list[str]:
+    f1 = [f"{rows[condition]['metrics']['f1']:.1f}" for condition in conditions]
+    return [title, *[""] * (2 + len(_RATIOS) - len(f1)), *f1]
+
+
+def _sizes(name: str, rows: Mapping[str, Any]) -> list[list[str]]:
+    """Return two lines, what is stored and what is read: of no context, of the full text, and at each ratio."""
     tokens = rows["full_context"]["costs"]["decoder_positions"] - rows["no_context"]["costs"]["decoder_positions"]
-    config = json.loads((ROOT / "checkpoints" / name / "config.json").read_text(encoding="utf-8"))["decoder_config"]
-    width = config["num_key_value_heads"] * config["head_dim"]
     costs = [rows[f"ratio={ratio}"]["costs"] for ratio in _RATIOS]
-    memories = [(cost["slots"], cost["memory_bytes"]) for cost in costs]
-    # Keys and values of every layer, in bfloat16.
-    sizes = [(tokens, tokens * config["num_hidden_layers"] * 2 * width * 2), *memories]
-    return ["", *(f"{places:.0f}, {size / 1000:,.0f}" for places, size in sizes)]
+    stored = [rows["full_context"]["costs"]["memory_bytes"] / 1000, *(cost["memory_bytes"] / 1000 for cost in costs)]
+    read = [tokens, *(cost["slots"] for cost in costs)]
+    return [
+        ["Stored: kB", "", *(f"{size:,.0f}" if size > 10 else f"{size:.1f}" for size in stored)],
+        ["Read: positions, kB of KV cache", "", *(f"{n:.0f}, {n * _position_kb(name):,.0f}" for n in read)],
+    ]
 
 
-def interval_table(rows: Mapping[str, Any]) -> str:
+def _position_kb(name: str) -> float:
+    """Return kB of the keys and values of a position in bfloat16, which a slot takes, too, when it is read."""
+    config = json.loads((ROOT / "checkpoints" / name / "config.json").read_text(encoding="utf-8"))["decoder_config"]
+    return config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / 1000
+
+
+def interval_table(name: str, rows: Mapping[str, Any]) -> str:
     """Return the table of a checkpoint's page: F1 with intervals, differences on the same questions and retention.
 
     Args:
+        name: of the checkpoint.
         rows: of `scores_of`.
     """
     from context_compressors.reporting.tables import markdown_table
@@ -261,8 +276,10 @@ def interval_table(rows: Mapping[str, Any]) -> str:
         pairs = [row["differences"][f"{kind}={ratio}"] for row, ratio in zip(slots, ratios, strict=True)]
         body.append([f"minus {title}", *(_with(pair["difference"], pair["interval"]) for pair in pairs)])
     body.append(["retention, %", *(_with(row["retention"], row["intervals"]["retention"], 0) for row in slots)])
-    sizes = [f"{row['costs']['slots']:.0f}, {row['costs']['memory_bytes'] / 1000:,.0f}" for row in slots]
-    body.append(["memory: tokens, kB", *sizes])
+    body.append(["stored: kB", *(f"{row['costs']['memory_bytes'] / 1000:,.0f}" for row in slots)])
+    positions = [row["costs"]["slots"] for row in slots]
+    read = [f"{number:.0f}, {number * _position_kb(name):,.0f}" for number in positions]
+    body.append(["read: positions, kB of KV cache", *read])
     first = rows["no_context"]
     none, full = (
         _with(rows[name]["metrics"]["f1"], rows[name]["intervals"]["f1"]) for name in ("no_context", "full_context")
@@ -315,6 +332,9 @@ def _table_of_task(task: str, sets: Mapping[str, Mapping[str, Any]]) -> str:
             ]
             differences = [[(pair["difference"], pair["interval"]) for pair in of_set] for of_set in pairs]
             body.append([f"compressed minus {baseline}, mean", "", "", *_means(differences)])
+    costs = [[rows[f"ratio={ratio}"]["costs"] for rows in sets.values()] for ratio in ratios]
+    for size, name, unit in (("stored: kB, mean", "memory_bytes", 1000), ("read: positions, mean", "slots", 1)):
+        body.append([size, "", "", *(f"{fmean(cost[name] for cost in of_all) / unit:,.0f}" for of_all in costs)])
     return markdown_table([title, "no context", "full text", *(f"{ratio}x" for ratio in ratios)], body)
 
 
@@ -356,7 +376,7 @@ def with_scores(text: str) -> str:
             files = [SCORES / f"{name}.json" for name in match[3].split()]
             return match[1] + tables_by_set(*(json.loads(file.read_text(encoding="utf-8")) for file in files))
         if match[3]:
-            return match[1] + interval_table(scores_of(match[3]))
+            return match[1] + interval_table(match[3], scores_of(match[3]))
         return match[1] + score_table({name: scores_of(name) for name in CHECKPOINTS})
 
     return _SCORES.sub(table, text)

@@ -38,15 +38,19 @@ def test_the_table_of_scores_is_filled_from_result_files():
     conditions = ["no_context", "full_context", *(f"{kind}={n}" for kind in pages._READ for n in (2, 4, 8, 16))]
     costs = {"slots": 80.2, "memory_bytes": 92_400}
     rows = {
-        name: {"metrics": {"f1": 10.04 * place}, "costs": {**costs, "decoder_positions": 40 + 160 * place}}
+        name: {
+            "metrics": {"f1": 10.04 * place},
+            "costs": {**costs, "decoder_positions": 40 + 160 * place},
+            "num_samples": 9,
+        }
         for place, name in enumerate(conditions)
     }
     table = pages.score_table({pages.CHECKPOINTS[0]: rows})
     lines = [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table.splitlines()[2:]]
     scores = [f"{10.04 * place:.1f}" for place in range(14)]
     # 160 tokens of 30 layers with 3 heads of 64 numbers each, twice, two bytes a number.
-    sizes = ["", "160, 3,686", *["80, 92"] * 4]
-    assert lines == [scores[:6], ["", "", *scores[6:10]], ["", "", *scores[10:]], sizes]
+    stored, read = ["", *["92"] * 5], ["", "160, 3,686", *["80, 1,848"] * 4]
+    assert lines == [scores[:6], ["", "", *scores[6:10]], ["", "", *scores[10:]], stored, read]
 
 
 def test_sets_of_questions_have_a_line_each_and_their_means():
@@ -57,10 +61,11 @@ def test_sets_of_questions_have_a_line_each_and_their_means():
         return {"dataset": dataset, "condition": condition, **scores, **counts, **more}
 
     rows = []
+    costs = {"slots": 20, "memory_bytes": 3000}
     for name, f1, width in (("nq", 40, 3), ("qed", 60, 4)):
         less = {"cut=4": {"difference": f1 / 10, "interval": [f1 / 10 - width, f1 / 10 + width]}}
         rows += [row(name, "no_context", 8, 2), row(name, "full_context", 80, 5)]
-        rows += [row(name, "ratio=4", f1, width, differences=less), row(name, "cut=4", f1 - f1 / 10, 5)]
+        rows += [row(name, "ratio=4", f1, width, differences=less, costs=costs), row(name, "cut=4", f1 - f1 / 10, 5)]
     lines = [" ".join(line.split()) for line in pages.tables_by_set({"rows": rows}).splitlines()]
     assert [line for line in lines if not line.startswith("|-")] == [
         "| F1 | no context | full text | 4x |",
@@ -68,6 +73,8 @@ def test_sets_of_questions_have_a_line_each_and_their_means():
         "| qed, out of domain (9 about 8) | 8.0 [6.0, 10.0] | 80.0 [75.0, 85.0] | 60.0 [56.0, 64.0] |",
         "| mean | 8.0 [6.6, 9.4] | 80.0 [76.5, 83.5] | 50.0 [47.5, 52.5] |",
         "| compressed minus truncated text, mean | | | 5.0 [2.5, 7.5] |",
+        "| stored: kB, mean | | | 3 |",
+        "| read: positions, mean | | | 20 |",
     ]
 
 

@@ -64,9 +64,17 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
 - LLoCO continues AutoCompressor's run with a second budget.
 - Rows in int8, int4 or int2 quantize the memories of the row that they name.
 - "Question seen" systems read the question before they select. They must compress again for the next question.
-- kB is what must be stored for later questions: slots or KV pairs in bfloat16, or UTF-8 text.
 - "Keep or drop words" is `checkpoints/minilm-keep-drop`. It answered 30 to 40 questions of each set at 2x and 4x.
   Its architecture is LLMLingua-2's, whose weights and labels (words that GPT-4 kept) were not available.
+- Stored kB: what later questions need: slots or KV pairs in bfloat16, or UTF-8 text.
+- Cache kB: keys and values in bfloat16 of the positions that stand in for the context when a question is answered. It
+  is computed from the kept positions: heads with unlike numbers of pairs are read without pads, and a vector takes a
+  position. So systems at one ratio have nearly equal caches.
+- Position ids: KV memories and enhanced layouts keep the context's positions, so that a question counts on behind the
+  whole context at every ratio. Other vectors and text are numbered anew.
+- KVzap and Fast KVzip have no row: their published scorers are for other bases. "Ranked key/values, fitted" is
+  KVzap-Linear with KVzip's scores as its targets. [This table](../ranked_key_values/README.md#scorers) compares both
+  forms of KVzap and Fast KVzip's gate with it, all fitted to the same contexts.
 - LLMLingua and LongLLMLingua use the base as their small model, and keep more than they are asked to at 4x and 8x.
 - Intervals are over documents. Each method was trained with one seed.
 """
@@ -191,12 +199,14 @@ def _scores(
                 *(score(by_ratio.get((name, ratio))) for ratio in ratios),
                 verdicts[0] if len(set(verdicts)) == 1 else ", ".join(verdicts),
                 f"{costs['memory_bytes'] / 1000:,.1f}" if "memory_bytes" in costs else "",
+                f"{costs['kept_positions'] * table['position_bytes'] / 1000:,.0f}" if "memory_bytes" in costs else "",
                 *(f"{costs[kind]:.2f}" if kind in costs else "" for kind in ("compress_seconds", "answer_seconds")),
                 f"{restored[name, middle]:.0f}" if (name, middle) in restored else "",
             ]
         )
     header = ["system", "memory", *(f"{ratio}x" for ratio in ratios), "than truncated text"]
-    return markdown_table([*header, "kB", "compress, s", "answer, s", "restored, %"], lines)
+    header += ["stored, kB", "cache, kB"]
+    return markdown_table([*header, "compress, s", "answer, s", "restored, %"], lines)
 
 
 def _unread(results: Mapping[str, Any], titles: Mapping[str, str]) -> str:

@@ -5194,10 +5194,14 @@ def attend_by_heads(
 ) -> tuple[Tensor, Tensor | None]:
     """An attention function of the library: that of the base, which reads in front of the text what each head keeps."""
     config: Any = module.config
-    name, own = config.read_as._attn_implementation, sys.modules[type(module).__module__]
-    attention: Any = own.eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+    name = config.read_as._attn_implementation
     if pairs is None:
-        return attention(module, query, key, value, attention_mask, **kwargs)
+        return _attention(module, name)(module, query, key, value, attention_mask, **kwargs)
+    if name not in PAIRWISE_MASKS:
+        # Flash and flex attention read texts without a memory: pairs are masked by query.
+        attention_mask = _dense_mask(attention_mask, query, key)
+        name = "eager" if kwargs.get("softcap") or kwargs.get("s_aux") is not None else "sdpa"
+    attention = _attention(module, name)
     groups, first_position = pairs
     (batch_size, num_heads), num_queries = key.shape[:2], query.shape[2]
     if attention_mask is None and num_queries > 1:
@@ -5224,6 +5228,24 @@ def attend_by_heads(
         order: Any = [group.heads for group in groups]
         output = output[torch.cat(order).argsort()]
     return output.unflatten(0, (batch_size, num_heads)).transpose(1, 2).flatten(2, 3), None
+
+
+def _attention(module: nn.Module, name: str) -> Any:
+    """The attention function of the library that has this name."""
+    if name == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def _dense_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
+    """Flash or flex attention's mask as `(batch_size or 1, 1, num_queries, num_tokens)` bool."""
+    num_queries, num_tokens = query.shape[2], key.shape[2]
+    if mask is not None and not isinstance(mask, Tensor):
+        from torch.nn.attention.flex_attention import create_mask
+
+        return with_sight(create_mask(mask.mask_mod, len(query), 1, num_queries, num_tokens, query.device))
+    causal = query.new_ones(num_queries, num_tokens, dtype=torch.bool).tril(num_tokens - num_queries)[None, None]
+    return causal if mask is None else with_sight(causal & mask[:, None, None, -num_tokens:].bool())
 
 
 def _with_pairs(
@@ -5277,10 +5299,6 @@ def _with_cached_pairs(attention: nn.Module, args: tuple, kwargs: dict[str, Any]
 
 class HeadwiseModel(CompressorModel):
     """A compressor that reads memories with `head_ids`: each head of its language model its own pairs."""
-
-    # They mask pairs by query.
-    _supports_flash_attn = False
-    _supports_flex_attn = False
 
     # Where contexts start; text in front of it does not see them.
     first_slot_position = 0

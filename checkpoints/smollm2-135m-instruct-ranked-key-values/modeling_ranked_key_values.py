@@ -68,8 +68,8 @@ class RankedKeyValuesModel(HeadwiseModel):
     In training (5) ranks in (3). W and b may also be fitted alone, see `fit_scorers`.
 
     (2) and its fit are KVzap-Linear's (2601.07891), (5) and the shared budget of (3) KVzip's (2505.23416) and Fast
-    KVzip's (2601.17668). Learned selection with an adapter is near KV-Distill (2503.10337), and nested rankings are
-    KVP's (2602.10238).
+    KVzip's (2601.17668). Learned selection with an adapter is near KV-Distill (2503.10337), nested rankings are
+    KVP's (2602.10238), and learned budgets LKV's (2605.06676). RestoreKV (2608.01247) adds learned tokens.
 
     Args:
         config ([`RankedKeyValuesConfig`]): the configuration.
