@@ -63,7 +63,7 @@ def main() -> None:
             texts = store.texts(ids)
             seconds["search"] += time.perf_counter() - start
             found += row["context"] in texts.values()
-            asked = {"join": True, "max_new_tokens": arguments.max_new_tokens}
+            asked = {"join": "likeliest", "max_new_tokens": arguments.max_new_tokens}
             start = time.perf_counter()
             answers["memories"].append(pipe(row["question"], store=store, ids=ids, **asked)["answer"])
             middle = time.perf_counter()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..corpus.corpus_compressor import CorpusCompressor
 from ..corpus.memory_store import MemoryStore, import_lance
+from ..modeling.compressor.context_compression_qa import LIKELIEST
 from ..modeling.memory.compressed_context import CompressedContext
 from ..modeling.parts.text_ids import check_texts
 
@@ -137,16 +138,16 @@ class DocumentMemories:
         messages: str | Sequence[Mapping[str, str]],
         ids: Sequence[str],
         stop: Sequence[str] | None = None,
-        join: bool | str = True,
+        join: bool | str = LIKELIEST,
         **generate_kwargs: Any,
     ) -> str:
-        """The answer to a question about documents, which are read together, in the order of their ids.
+        """Ask each document alone, and return the likeliest answer.
 
         Args:
             messages: The question, or a conversation, messages with `role` and `content` whose last is the user's.
             ids: Of the memories that are read; without any it is as if the document were empty.
             stop: Texts that end the answer, and are not part of it.
-            join: "likeliest" asks each document by itself and gives the likeliest answer, as the pipeline does.
+            join: True reads the memories together, in the order of their ids.
             generate_kwargs: For `generate`; greedily, and at most 64 new tokens if not said otherwise.
 
         Raises:
@@ -160,12 +161,16 @@ class DocumentMemories:
         messages: str | Sequence[Mapping[str, str]],
         ids: Sequence[str],
         stop: Sequence[str] | None = None,
+        join: bool | str = LIKELIEST,
         **generate_kwargs: Any,
     ) -> Iterator[str]:
-        """The same answer piece by piece, as it is written; whoever stops reading ends the writing."""
+        """Yield the answer piece by piece; the likeliest of several comes at once, since it is known at the end."""
         from transformers import StoppingCriteriaList, TextIteratorStreamer
 
-        asked, is_left = self._asked(messages, ids, stop), threading.Event()
+        if join == LIKELIEST and len(ids) > 1:
+            yield self.answer(messages, ids, stop, join, **generate_kwargs)
+            return
+        asked, is_left = self._asked(messages, ids, stop, join=True), threading.Event()
         streamer = TextIteratorStreamer(self.pipe.tokenizer, skip_prompt=True, skip_special_tokens=True)
         errors: list[BaseException] = []
 
@@ -233,7 +238,7 @@ class DocumentMemories:
         messages: str | Sequence[Mapping[str, str]],
         ids: Sequence[str],
         stop: Sequence[str] | None,
-        join: bool | str = True,
+        join: bool | str,
     ) -> dict[str, Any]:
         """Arguments of the pipeline."""
         asked: dict[str, Any] = {"question" if isinstance(messages, str) else "messages": messages}

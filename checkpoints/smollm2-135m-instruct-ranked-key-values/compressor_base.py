@@ -3201,6 +3201,7 @@ class ContextCompressionQAPipeline(Pipeline):
             if store.model_id != self.model.model_id:
                 raise ValueError(f"the store is of the model {store.model_id!r}, not of {self.model.model_id!r}")
             memory = store.get(ids).to(self.device, self.model.dtype)
+            kwargs.setdefault("join", self._preprocess_params.get("join", LIKELIEST))
         if context is None and kwargs.get("max_tokens") is not None:
             raise ValueError(
                 f"`max_tokens`, {kwargs['max_tokens']!r}, cuts a document that is compressed, and a memory is read "

@@ -33,7 +33,8 @@ context-compressors ask my-compressor memories/*.safetensors < questions.txt
     argument(
         "sources",
         nargs="+",
-        help="memory files (.safetensors), and documents, which are compressed first; read together, in this order",
+        help="memory files (.safetensors), and documents, which are compressed first; each is asked, and the "
+        "likeliest answer is printed",
     ),
     argument(
         "--question",
@@ -47,6 +48,7 @@ context-compressors ask my-compressor memories/*.safetensors < questions.txt
         help="context tokens per slot, of documents and of memory files that hold it; for documents also auto, for a "
         "model that selects them",
     ),
+    argument("--join", action="store_true", help="read all sources together, in this order, and ask once"),
     argument(
         "--full-text",
         action="store_true",
@@ -79,9 +81,10 @@ def main(arguments: argparse.Namespace) -> None:
     if pipe.model.config.compresses_questions or arguments.full_text:
         read = _documents_alone(pipe, documents, arguments)
     else:
-        read = {"memory": _gather_memories(pipe, documents, arguments), "join": True}
+        read = {"memory": _gather_memories(pipe, documents, arguments)}
+    join = True if arguments.join else "likeliest"
     for question in arguments.question or _questions():
-        answer = pipe(question, **read, max_new_tokens=arguments.max_new_tokens)
+        answer = pipe(question, **read, join=join, max_new_tokens=arguments.max_new_tokens)
         print(answer["answer"], flush=True)
 
 
@@ -93,13 +96,10 @@ def _documents_alone(
     if any(source not in documents for source in arguments.sources):
         pipe.check_serves_memories("so that memory files are not asked: give a document")
     texts = [document.text for source in arguments.sources for document in documents[source]]
-    if len(texts) > 1 and not arguments.full_text:
-        pipe.check_serves_memories("so that several are not read together: ask about one of them")
     pipe.check_max_tokens(arguments.max_tokens)
     report_cut([len(ids) for ids in pipe.document_ids(texts, arguments.max_tokens)], arguments.max_tokens)
     return {
         "context": texts,
-        "join": True,
         "full_text": arguments.full_text,
         "ratio": arguments.ratio,
         "max_tokens": arguments.max_tokens,

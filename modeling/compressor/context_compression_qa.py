@@ -62,7 +62,7 @@ class ContextCompressionQAPipeline(Pipeline):
     pipe("Who wrote it?", context=document, full_text=True)      # from the document's own tokens, uncompressed
     pipe("Who wrote it?", context=[passages])                    # one document of passages, compressed apart
     pipe("Who wrote it?", memory="report.safetensors")           # a memory that is kept
-    pipe("Who wrote it?", store=store, ids=["a", "b"], join=True)            # two of a store's
+    pipe("Who wrote it?", store=store, ids=["a", "b"])           # the likeliest answer of two of a store's
     pipe(messages=[{"role": "user", "content": "Who wrote it?"}, ...], context=document)      # a conversation
     ```
 
@@ -115,7 +115,7 @@ class ContextCompressionQAPipeline(Pipeline):
                 whose last one is the user's; or a list of conversations. The document stands in front of the first
                 message of the user.
             store: in place of `memory`: a `MemoryStore`, whose memories of `ids` are read.
-            ids: names in the store, in the order in which `join=True` joins them.
+            ids: names in the store, whose likeliest answer is returned unless `join` says otherwise.
             kwargs: `join=True` reads all documents together, in order; `join="likeliest"` asks each and gives the one
                 answer with the highest mean log-likelihood of a token; `full_text=True` compresses nothing: the
                 decoder reads each document's own tokens; `ratio`, a single one, and
@@ -144,6 +144,7 @@ class ContextCompressionQAPipeline(Pipeline):
             if store.model_id != self.model.model_id:
                 raise ValueError(f"the store is of the model {store.model_id!r}, not of {self.model.model_id!r}")
             memory = store.get(ids).to(self.device, self.model.dtype)
+            kwargs.setdefault("join", self._preprocess_params.get("join", LIKELIEST))
         if context is None and kwargs.get("max_tokens") is not None:
             raise ValueError(
                 f"`max_tokens`, {kwargs['max_tokens']!r}, cuts a document that is compressed, and a memory is read "

@@ -229,9 +229,10 @@ def test_a_memory_file_and_its_document_give_the_same_answer(
     answers = [ask(capsys, model_folder, memory, *question) for memory in memories]
     assert answers == [ask(capsys, model_folder, document, *question) for document in documents]
     assert answers[0] != answers[1]
-    together = ask(capsys, model_folder, *memories, *question)
-    assert together == ask(capsys, model_folder, memories[0], documents[1], *question)
+    together = ask(capsys, model_folder, *memories, *question, "--join")
+    assert together == ask(capsys, model_folder, memories[0], documents[1], *question, "--join")
     assert together not in answers
+    assert ask(capsys, model_folder, *memories, *question) in answers
 
 
 @pytest.mark.slow
@@ -283,7 +284,7 @@ def test_the_full_text_is_asked_without_a_memory(
         PreTrainedTokenizerFast.from_pretrained(model_folder)
     )
     texts = [Path(document).read_text() for document in documents]
-    answer = pipe("Who?", context=texts, join=True, full_text=True, max_new_tokens=8)["answer"]
+    answer = pipe("Who?", context=texts, join="likeliest", full_text=True, max_new_tokens=8)["answer"]
     assert "\n".join(ask(capsys, model_folder, *documents, "--full-text", "--question", "Who?")) == answer
 
 
@@ -346,7 +347,10 @@ def test_a_checkpoint_that_compresses_questions_is_asked_about_documents(
             ["compress", folder, documents[0], "--output", str(tmp_path / "memories")],
             "`ask` about the document itself",
         ),
-        (["ask", folder, *documents, "--question", "Who?"], "several are not read together: ask about one of them"),
+        (
+            ["ask", folder, *documents, "--question", "Who?", "--join"],
+            "several are not joined: ask about each of them",
+        ),
         (["ask", folder, str(memory), "--question", "Who?"], "memory files are not asked: give a document"),
     ):
         assert cli.main(arguments) == 1

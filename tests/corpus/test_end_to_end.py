@@ -51,9 +51,11 @@ def test_a_collection_is_compressed_searched_and_answered_from(small_checkpoints
     pipe = CorpusCompressor(model, dtype="float32", device="cpu").pipe
     ids = [name for name, _ in BM25Search(store).search("Ada Holm built the mill", k=5)]
     assert len(ids) == 5
-    asked = {"max_new_tokens": 6, "min_new_tokens": 6, "join": True}
+    asked = {"max_new_tokens": 6, "min_new_tokens": 6}
     memories = [store.get([name]).dequantize() for name in ids]
-    assert pipe("Who?", store=store, ids=ids, **asked) == pipe("Who?", memory=memories, **asked)
+    likeliest = pipe("Who?", memory=memories, join="likeliest", **asked)
+    assert pipe("Who?", store=store, ids=ids, **asked) == likeliest
+    assert pipe("Who?", store=store, ids=ids, join=False, **asked) == pipe("Who?", memory=memories, **asked)
     for wrong, message in (
         ({"store": store}, "give `store` and `ids` together"),
         ({"store": store, "ids": ids, "context": "x"}, "give either `context`, `memory` or `store`"),

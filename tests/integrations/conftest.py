@@ -74,7 +74,7 @@ def run_example(small_checkpoints, memories, tmp_path, monkeypatch, capsys):
             store = MemoryStore.open(place)
             assert sorted(store.ids()) == sorted(ids)
             assert len(ids) == 2
-            answer = memories.pipe(question, store=store, ids=ids, join=True, max_new_tokens=24)["answer"]
+            answer = memories.pipe(question, store=store, ids=ids, max_new_tokens=24)["answer"]
             assert f"{question} | {answer}\n" in printed
 
     return run

@@ -58,10 +58,10 @@ def test_documents_are_compressed_once_and_again_when_they_change(folder, tmp_pa
         # The pipeline's own answers, from the same documents in the same order.
         for order in ([0, 2, 1], [1]):
             rows = [pipe.compress(TEXTS[row], ratio=4).quantize("int8").dequantize() for row in order]
-            answer = pipe(QUESTION, memory=rows, join=True, **LONG)["answer"]
-            assert memories.answer(QUESTION, [ids[row] for row in order], **LONG) == answer != ""
-        likeliest = pipe(QUESTION, memory=rows, join="likeliest", **LONG)["answer"]
-        assert memories.answer(QUESTION, [ids[1]], join="likeliest", **LONG) == likeliest
+            for join in (True, "likeliest"):
+                answer = pipe(QUESTION, memory=rows, join=join, **LONG)["answer"]
+                assert memories.answer(QUESTION, [ids[row] for row in order], join=join, **LONG) == answer != ""
+            assert memories.answer(QUESTION, [ids[row] for row in order], **LONG) == answer
         assert memories.answer(QUESTION, [], **LONG) == pipe(QUESTION, context="", **LONG)["answer"]
         with pytest.raises(ValueError, match=r"has no memories with the ids \['x'\]: compress their documents first"):
             memories.answer(QUESTION, [ids[0], "x"])
@@ -131,18 +131,20 @@ def test_a_document_is_kept_at_the_ratio_that_it_selects(folder, tmp_path, monke
 def test_a_stream_gives_the_answer_and_ends_when_nobody_reads_it(folder):
     memories = DocumentMemories(CorpusCompressor(folder, device="cpu").pipe, 4)
     ids = memories.compress(TEXTS)
-    answer = memories.answer(QUESTION, ids, **LONG)
-    assert "".join(memories.stream(QUESTION, ids, **LONG)) == answer
+    assert list(memories.stream(QUESTION, ids, **LONG)) == [memories.answer(QUESTION, ids, **LONG)]
+    joined = {**LONG, "join": True}
+    answer = memories.answer(QUESTION, ids, **joined)
+    assert "".join(memories.stream(QUESTION, ids, **joined)) == answer
     for size in (1, 3):
         stop = answer[len(answer) // 2 :][:size]
         expected = answer[: answer.index(stop)].rstrip()
-        assert memories.answer(QUESTION, ids, [stop], **LONG) == expected
-        assert "".join(memories.stream(QUESTION, ids, ["no such end", stop], **LONG)) == expected
+        assert memories.answer(QUESTION, ids, [stop], **joined) == expected
+        assert "".join(memories.stream(QUESTION, ids, ["no such end", stop], **joined)) == expected
     with pytest.raises(ValueError, match="has no memories"):
         next(memories.stream(QUESTION, ["x"]))
     with pytest.raises(ValueError, match="top_q"):
-        list(memories.stream(QUESTION, ids, top_q=1))
-    stream = memories.stream(QUESTION, ids, max_new_tokens=1000, min_new_tokens=1000)
+        list(memories.stream(QUESTION, ids[:1], top_q=1))
+    stream = memories.stream(QUESTION, ids[:1], max_new_tokens=1000, min_new_tokens=1000)
     next(stream)
     before = threading.active_count()
     stream.close()

@@ -65,7 +65,7 @@ def test_documents_keep_order_and_text_and_the_chat_model_answers_as_the_pipelin
 
     def expected(question, *names):
         rows = [pipe.compress(DOCUMENTS[name].page_content, ratio=4).quantize("int8").dequantize() for name in names]
-        return pipe(question, memory=rows, join=True, **LENGTH)["answer"]
+        return pipe(question, memory=rows, join="likeliest", **LENGTH)["answer"]
 
     retriever = MemoryRetriever(retriever=Shelf(), compressor=compressor)
     found = retriever.invoke("Bees mill?")
