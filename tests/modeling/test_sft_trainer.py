@@ -95,8 +95,7 @@ def check_training(case, folder, **settings):
     batch = COLLATOR([trainer.train_dataset[i] for i in (0, 1, 3)])
     model.train()
     loss = trainer.compute_loss(model, dict(batch))
-    if not model.model.has_own_loss:
-        torch.testing.assert_close(loss, model(**batch).loss, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(loss, model(**batch).loss, atol=1e-4, rtol=1e-4)
     trainer.train()
     after = state(model)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -120,6 +119,23 @@ def test_a_stock_trainer_moves_what_trains_and_nothing_else(backbone_case, tmp_p
 def test_the_trainers_usual_settings_work(form_case, tmp_path):
     settings = {"gradient_checkpointing": True, "bf16": True, "gradient_accumulation_steps": 2, "packing": False}
     check_training(form_case, tmp_path, **settings)
+
+
+def test_an_own_loss_is_the_same_in_any_split_of_a_step(method_cases, tmp_path):
+    weights, first_losses = [], []
+    for steps in (1, 2, 4):
+        split = {"per_device_train_batch_size": 4 // steps, "gradient_accumulation_steps": steps}
+        plain = {"optim": "sgd", "max_grad_norm": 0.0, "max_steps": 1, "learning_rate": 1.0}
+        trainer = make_trainer(method_cases["ranked_key_values"].build(), tmp_path / str(steps), **split, **plain)
+        trainer.train()
+        weights.append(state(trainer.model))
+        first_losses += losses(trainer)
+    before = state(method_cases["ranked_key_values"].build())
+    assert not weights[0]["model.scorers.0.weight"].allclose(before["model.scorers.0.weight"], atol=1e-3)
+    for other in weights[1:]:
+        for name, expected in weights[0].items():
+            torch.testing.assert_close(other[name], expected, atol=1e-5, rtol=1e-4, msg=name)
+    assert first_losses == pytest.approx([first_losses[0]] * 3, abs=1e-5)
 
 
 class StopAfter(TrainerCallback):
