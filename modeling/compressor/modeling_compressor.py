@@ -370,6 +370,9 @@ class CompressorModel(CompressorBackbone):
         """
         if memory is not None:
             return check_text_and_memory(text, memory, self)
+        if context is None and torch.compiler.is_exporting():
+            # A graph has no values to check.
+            return None, True, None
         check_together(*[text] if context is None else [context, text])
         if context is None:
             return None, True, None

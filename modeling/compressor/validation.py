@@ -64,8 +64,8 @@ class TokenRows:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are no pads."""
-        return all(length == self.input_ids.shape[1] for length in self.lengths)
+        """Whether there are known to be no pads."""
+        return bool(self.lengths) and all(length == self.input_ids.shape[1] for length in self.lengths)
 
 
 def token_rows(

@@ -49,6 +49,19 @@ def check(case, inputs, backend):
             torch.testing.assert_close(found.grad, expected.grad, atol=1e-4, rtol=1e-4, msg=name)
 
 
+@pytest.mark.costly
+def test_a_text_alone_is_exported(method_case, random_rows, pad_rows):
+    """As transformers' own models are: for texts of any length, padded or not, without a cache."""
+    model, (ids, mask) = method_case.build(), pad_rows(random_rows([5, 7]), "left")
+    shapes = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    dynamic_shapes = {"input_ids": shapes, "attention_mask": shapes, "use_cache": None}
+    text = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    exported = torch.export.export(model, (), text, dynamic_shapes=dynamic_shapes).module()
+    ids, mask = pad_rows(random_rows([3, 9, 6], seed=1))
+    text = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    torch.testing.assert_close(exported(**text).logits[mask.bool()], model(**text).logits[mask.bool()])
+
+
 def test_what_a_pass_writes_is_there_in_a_new_thread_and_in_a_copy(method_cases):
     """Attributes of a `threading.local`'s class break the guards of a frame that writes them."""
     passes = getattr(copy.deepcopy(method_cases["icae"].build()).model.language_model, PASSES)[0]
