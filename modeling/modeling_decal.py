@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_outputs import ModelOutput
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, ModelOutput
 from transformers.models.t5.modeling_t5 import T5Attention, T5ForConditionalGeneration, T5LayerNorm, T5Stack
+from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_decal import DeCALConfig
 from .compressor.backbone import CompressorBackbone
@@ -73,6 +74,18 @@ def _look_up(table: nn.Embedding, ids: Tensor) -> Tensor:
     weight: Any = table.weight
     mean = [Partial("avg")] * weight.device_mesh.ndim
     return functional.embedding(ids, weight.full_tensor(grad_placements=mean))
+
+
+@capture_outputs
+def _encode(
+    stack: T5Stack, embeddings: Tensor, bias: Tensor, **kwargs: Any
+) -> BaseModelOutputWithPastAndCrossAttentions:
+    """T5's encoder with a position bias that is given; `kwargs` as it takes them, such as `output_hidden_states`."""
+    hidden_states = stack.dropout(embeddings)
+    for block in stack.block:
+        hidden_states = block(hidden_states, None, bias, **kwargs)[0]
+    states = stack.dropout(stack.final_layer_norm(hidden_states))
+    return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=states)
 
 
 def mask_bias(bias: Tensor, token_mask: Tensor, causal: bool = False) -> Tensor:
@@ -237,17 +250,19 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
 
     # --- section 3 ---
 
-    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Tensor]:
+    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor], **asked: Any) -> list[Tensor]:
+        """See [`CompressorBackbone.encode`]; `asked` as of `_encoder_states`."""
         # x = [x_1, ..., x_n]
         embeddings = self.encoder.embed_tokens(chunks.input_ids)
         if self.config.compression == "latents":
-            return [self._latent_states(embeddings, chunks, ratio) for ratio in ratios]
-        states = self._encoder_states(embeddings, chunks.attention_mask, chunks.position_ids, chunks.is_full)
+            return [self._latent_states(embeddings, chunks, ratio, **asked) for ratio in ratios]
+        inputs = (embeddings, chunks.attention_mask, chunks.position_ids, chunks.is_full)
+        states = self._encoder_states(*inputs, **asked)
         if self.attention_pooling is None:
             return [states for _ in ratios]
         return [self.attention_pooling(states, chunks, ratio) for ratio in ratios]
 
-    def _latent_states(self, embeddings: Tensor, chunks: Chunks, ratio: int | Tensor) -> Tensor:
+    def _latent_states(self, embeddings: Tensor, chunks: Chunks, ratio: int | Tensor, **asked: Any) -> Tensor:
         latents, latent_mask = self.latents(embeddings, chunks.attention_mask, ratio, chunks.lengths)
         latent_ids = latent_position_ids(chunks.attention_mask.sum(dim=1), latent_mask, ratio)
         parts = [(latents, latent_mask, latent_ids), (embeddings, chunks.attention_mask, chunks.position_ids)]
@@ -255,7 +270,7 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
         appended = self.config.latent_placement == "appended"
         sequence = [torch.cat(part, dim=1) for part in zip(*(reversed(parts) if appended else parts), strict=True)]
         is_full = chunks.is_full and isinstance(ratio, int)
-        states = self._encoder_states(sequence[0], sequence[1], sequence[2], is_full)
+        states = self._encoder_states(sequence[0], sequence[1], sequence[2], is_full, **asked)
         # "The encoder output is exclusively the m output embeddings corresponding to l."
         first = embeddings.shape[1] if appended else 0
         return states[:, first : first + latent_mask.shape[1]]
@@ -279,9 +294,18 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
         return self.latent_norm(self.latent_vector + pooled), latent_mask
 
     def _encoder_states(
-        self, embeddings: Tensor, attention_mask: Tensor, position_ids: Tensor, is_full: bool = False
+        self,
+        embeddings: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        is_full: bool = False,
+        passes: list[Any] | None = None,
+        **asked: Any,
     ) -> Tensor:
-        """Run T5's encoder at any positions: `(batch_size, length, hidden_size)`; full rows have the same ones."""
+        """Run T5's encoder at any positions: `(batch_size, length, hidden_size)`; full rows have the same ones.
+
+        `passes` takes the encoder's outputs, and `asked` says which: `output_hidden_states`, `output_attentions`.
+        """
         stack, config = self.encoder, self.encoder.config
         bias = relative_position_bias(
             stack.block[0].layer[0].SelfAttention.relative_attention_bias,
@@ -292,10 +316,10 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
         is_causal = self.config.encoder_attention == "causal"
         if is_causal or not is_full:
             bias = mask_bias(bias, attention_mask, is_causal)
-        hidden_states = stack.dropout(embeddings)
-        for block in stack.block:
-            hidden_states = block(hidden_states, None, bias)[0]
-        return stack.dropout(stack.final_layer_norm(hidden_states))
+        outputs = _encode(stack, embeddings, bias, **asked)
+        if passes is not None:
+            passes.append(outputs)
+        return outputs.last_hidden_state
 
     # --- contexts in, memories out ---
 

@@ -3501,8 +3501,8 @@ class TokenRows:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are no pads."""
-        return all(length == self.input_ids.shape[1] for length in self.lengths)
+        """Whether there are known to be no pads."""
+        return bool(self.lengths) and all(length == self.input_ids.shape[1] for length in self.lengths)
 
 
 def token_rows(
@@ -4609,6 +4609,9 @@ class CompressorModel(CompressorBackbone):
         """Check a text and what stands in front of it by one wait for the device; compress a context."""
         if memory is not None:
             return check_text_and_memory(text, memory, self)
+        if context is None and torch.compiler.is_exporting():
+            # A graph has no values to check.
+            return None, True, None
         check_together(*[text] if context is None else [context, text])
         if context is None:
             return None, True, None
@@ -4806,6 +4809,17 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
     def base_language_model(self) -> AbstractContextManager[None]:
         """See [`CompressorModel.base_language_model`]."""
         return self.model.base_language_model()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        reads_context = kwargs.get("context_input_ids") is not None
+        if not (self.model.has_own_loss and kwargs.get("fused_lm_head") and reads_context):
+            return super().__call__(*args, **kwargs)
+        # TRL's `SFTTrainer` puts a head of its own in place of `forward`, and sums up the losses of all targets.
+        own_losses: list[Tensor] = []
+        outputs = super().__call__(*args, own_losses=own_losses, **kwargs)
+        for of_rows in own_losses:
+            outputs.log_probs = outputs.log_probs - of_rows[:, None] * outputs.label_mask
+        return outputs
 
     def forward(
         self,

@@ -65,7 +65,8 @@ class RankedKeyValuesModel(HeadwiseModel):
     are joined as ever, and when a text reads them all chunks stand at the same positions (Parallel Context Windows,
     https://arxiv.org/abs/2212.10947).
 
-    In training (5) ranks in (3). W and b may also be fitted alone, see `fit_scorers`.
+    In training (5) ranks in (3). `forward` adds the second term of (6) where contexts come with labels, and `compress`
+    appends it to a list `own_losses`. W and b may also be fitted alone, see `fit_scorers`.
 
     (2) and its fit are KVzap-Linear's (2601.07891), (5) and the shared budget of (3) KVzip's (2505.23416) and Fast
     KVzip's (2601.17668). Learned selection with an adapter is near KV-Distill (2503.10337), nested rankings are
@@ -224,12 +225,8 @@ class RankedKeyValuesModel(HeadwiseModel):
             scores = _by_head([scorer(state) for scorer, state in zip(self.scorers, states, strict=True)])
             # (5), which ranks while the scorers learn it by (6).
             attention = self._repeated_attention(key_values, chunks)
-            errors = _ERROR_WEIGHT * self._row_errors(scores - attention, chunks)
-            if own_losses is None:
-                (keys, values), *others = key_values
-                key_values = ((_WithLoss.apply(keys, errors.mean()), values), *others)
-            else:
-                own_losses.append(errors)
+            if own_losses is not None:
+                own_losses.append(_ERROR_WEIGHT * self._row_errors(scores - attention, chunks))
             scores = attention
         else:
             key_values, scores = self._scored(chunks)
@@ -322,18 +319,6 @@ def _by_head(scores: Sequence[Tensor]) -> Tensor:
     """Scores of all layers, `(num_chunks, num_layers * num_heads, num_tokens)`; of each `(num_chunks, num_tokens,
     num_heads)`."""
     return torch.stack([of_layer.transpose(1, 2) for of_layer in scores], dim=1).flatten(1, 2)
-
-
-class _WithLoss(torch.autograd.Function):
-    """Give a loss its gradient when the tensor gets one: for trainers that call the backbone without its LM head."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, gradient.new_ones((), dtype=torch.float32)
 
 
 class RankedKeyValuesForCausalLM(CompressorForCausalLM):

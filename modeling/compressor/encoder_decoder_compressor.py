@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.generation import GenerationMixin
+from transformers.generation import BaseStreamer, GenerationMixin, StoppingCriteriaList
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions, Seq2SeqLMOutput
 
 from ..memory.compressed_context import CompressedContext
@@ -28,6 +28,9 @@ from .validation import (
     check_text_and_memory,
     check_together,
 )
+
+# What a caller may ask of encoder and decoder beside their last states.
+_OUTPUTS = ("output_hidden_states", "output_attentions")
 
 
 def readable_slots(memory: CompressedContext) -> tuple[Tensor, Tensor]:
@@ -177,7 +180,8 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
 
         Returns:
             `logits` of shape `(batch_size, num_text_tokens, vocab_size)`, `loss` if there are labels, the cache, and
-            the slots as `encoder_last_hidden_state`.
+            the slots as `encoder_last_hidden_state`. `encoder_hidden_states` and `encoder_attentions` are those of
+            what the encoder reads, latents and tokens, with a row for each chunk of a context.
 
         Raises:
             TypeError: ids, a ratio, a memory or a cache that are none, or a misspelt argument.
@@ -189,19 +193,28 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         return_dict = kwargs.pop("return_dict", None)
         loss_arguments = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         decoding = {"use_cache": use_cache, **kwargs}
+        asked = {name: kwargs.get(name, getattr(self.config, name)) for name in _OUTPUTS}
+        encoder: Any = BaseModelOutput()
         if has_text:
             if decoder_input_ids is not None or input_ids is None:
                 raise ValueError("with `memory` or `context_input_ids` the decoder's text is `input_ids`")
             check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
             if context_input_ids is not None:
                 context = (context_input_ids, context_attention_mask, ratio, "context_input_ids")
-                memory = self.model.context_memory(*context, context_chunk_lengths)
+                memory, encoder = self._encoded(asked, *context, context_chunk_lengths)
             outputs = self.text_states(input_ids, attention_mask, memory, cache, **decoding)
             slots = None if memory is None else memory.embeddings
         else:
             given = (None if encoder_outputs is None else ratio, context_attention_mask, context_chunk_lengths)
             check_source(None, None, *given)
-            slots, slot_mask = self._slots(encoder_outputs, input_ids, attention_mask, ratio)
+            if encoder_outputs is None:
+                if input_ids is None:
+                    raise ValueError("give a context: `input_ids`, `context_input_ids`, `memory` or `encoder_outputs`")
+                memory, encoder = self._encoded(asked, input_ids, attention_mask, ratio)
+                slots, slot_mask = readable_slots(memory)
+            else:
+                slots, encoder = encoder_outputs[0], encoder_outputs
+                slot_mask = slots.new_ones(slots.shape[:2]) if attention_mask is None else attention_mask
             if decoder_input_ids is None:
                 if labels is None:
                     raise ValueError("give `decoder_input_ids` or `labels`: the decoder has nothing to read")
@@ -221,23 +234,18 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             decoder_attentions=outputs.attentions,
             cross_attentions=outputs.cross_attentions,
             encoder_last_hidden_state=slots,
+            encoder_hidden_states=getattr(encoder, "hidden_states", None),
+            encoder_attentions=getattr(encoder, "attentions", None),
         )
         return result if return_dict in (None, True) else result.to_tuple()
 
-    def _slots(
-        self,
-        encoder_outputs: Sequence[Tensor] | None,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        ratio: int | Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Slots and mask, from the encoder or as they come."""
-        if encoder_outputs is not None:
-            slots = encoder_outputs[0]
-            return slots, slots.new_ones(slots.shape[:2]) if attention_mask is None else attention_mask
-        if input_ids is None:
-            raise ValueError("give a context: `input_ids`, `context_input_ids`, `memory` or `encoder_outputs`")
-        return readable_slots(self.model.context_memory(input_ids, attention_mask, ratio))
+    def _encoded(self, asked: dict[str, Any], *context: Any) -> tuple[CompressedContext, Any]:
+        """A memory of contexts, and the encoder's outputs if any of `_OUTPUTS` is asked for; arguments as of
+        [`CompressorBackbone.context_memory`]."""
+        passes: list[Any] = []
+        beside = {"passes": passes, **asked} if any(asked.values()) else {}
+        memory = self.model.context_memory(*context, **beside)
+        return memory, passes[0] if passes else BaseModelOutput()
 
     @torch.no_grad()
     def generate(
@@ -286,6 +294,8 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         if size := self._setting("prefill_chunk_size", kwargs):
             # The library would cut the mask of the slots in place of the text's.
             raise ValueError(f"`prefill_chunk_size` is for causal language models: leave it out, got {size}")
+        if self._setting("assistant_model", kwargs) is not None:
+            raise ValueError("`assistant_model` drafts without the memory: leave it out")
         if memory is not None or context_input_ids is not None:
             context = (context_input_ids, context_attention_mask)
             return self._answer(input_ids, attention_mask, memory, context, ratio, kwargs)
@@ -295,12 +305,16 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
                 check_source(None, None, ratio, None)
                 return super().generate(attention_mask=attention_mask, **kwargs)
             raise ValueError("give a context, as `input_ids` or `context_input_ids`, or a `memory`")
-        memory = self.model.context_memory(input_ids, attention_mask, ratio)
-        return self._generate_from(memory, kwargs)
+        return self._generate_from(*self._encoded(self._asked(kwargs), input_ids, attention_mask, ratio), kwargs)
 
-    def _generate_from(self, memory: CompressedContext, kwargs: dict[str, Any]) -> Any:
+    def _asked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Which of `_OUTPUTS` generation shall return."""
+        returns = self._setting("return_dict_in_generate", kwargs)
+        return {name: returns and self._setting(name, kwargs) for name in _OUTPUTS}
+
+    def _generate_from(self, memory: CompressedContext, encoder: Any, kwargs: dict[str, Any]) -> Any:
         slots, slot_mask = readable_slots(memory)
-        encoder_outputs = BaseModelOutput(last_hidden_state=slots)
+        encoder_outputs = BaseModelOutput(slots, encoder.hidden_states, encoder.attentions)
         return super().generate(encoder_outputs=encoder_outputs, attention_mask=slot_mask, **kwargs)
 
     def _answer(
@@ -327,10 +341,12 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         rows = self.model.text_rows(question, question_mask)
         check_together(rows)
         question, question_mask = rows.input_ids, rows.attention_mask
+        encoder: Any = BaseModelOutput()
         if memory is None:
             if in_encoder:
                 context = question_in_front(*context, question, question_mask, self.config, chunk_lengths)[:2]
-            memory = self.model.context_memory(*context, ratio, "context_input_ids", chunk_lengths)
+            given = (ratio, "context_input_ids", chunk_lengths)
+            memory, encoder = self._encoded(self._asked(kwargs), *context, *given)
         elif in_encoder:
             memory = check_memory(memory, self.model, question)
             check_question(memory, question, own_tokens(question, question_mask, self.config))
@@ -338,17 +354,39 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         ids, mask = with_start(question, question_mask, self.config)
         if in_encoder:
             ids, mask = question.new_full((len(question), 1), start), question_mask.new_ones(len(question), 1)
-        output = self._generate_from(memory, {**kwargs, "decoder_input_ids": ids, "decoder_attention_mask": mask})
         shown = left_padded(question, question_mask)[:, : question.shape[1] if has_question else 0]
-        return _with_question(output, shown, ids.shape[1])
+
+        def as_shown(sequences: Tensor) -> Tensor:
+            """Sequences with the question in the place of what the decoder starts from."""
+            own = shown.repeat_interleave(len(sequences) // len(shown), dim=0)
+            return torch.cat([own, sequences[:, ids.shape[1] :]], dim=1)
+
+        if kwargs.get("streamer") is not None:
+            kwargs["streamer"] = _QuestionStreamer(kwargs["streamer"], as_shown)
+        if kwargs.get("stopping_criteria") is not None:
+            kwargs["stopping_criteria"] = StoppingCriteriaList(
+                lambda sequences, *args, criterion=criterion, **more: criterion(as_shown(sequences), *args, **more)
+                for criterion in kwargs["stopping_criteria"]
+            )
+        kwargs |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+        output = self._generate_from(memory, encoder, kwargs)
+        if isinstance(output, Tensor):
+            return as_shown(output)
+        output.sequences = as_shown(output.sequences)
+        return output
 
 
-def _with_question(output: Any, question: Tensor, width: int) -> Any:
-    """Put the question in the place of the first `width` tokens of an output, which the decoder started from."""
-    sequences = output if isinstance(output, Tensor) else output.sequences
-    question = question.repeat_interleave(len(sequences) // len(question), dim=0)
-    sequences = torch.cat([question, sequences[:, width:]], dim=1)
-    if isinstance(output, Tensor):
-        return sequences
-    output.sequences = sequences
-    return output
+class _QuestionStreamer(BaseStreamer):
+    """A streamer whose first tokens are those that `as_shown` makes of what the decoder starts from."""
+
+    def __init__(self, streamer: BaseStreamer, as_shown: Callable[[Tensor], Tensor]):
+        self.streamer = streamer
+        self.as_shown: Callable[[Tensor], Tensor] | None = as_shown
+
+    def put(self, value: Tensor) -> None:
+        if self.as_shown is not None:
+            value, self.as_shown = self.as_shown(value), None
+        self.streamer.put(value)
+
+    def end(self) -> None:
+        self.streamer.end()

@@ -12,7 +12,10 @@ from transformers import (
     DynamicCache,
     EncoderDecoderCache,
     LlamaConfig,
+    StoppingCriteria,
 )
+from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_outputs import BaseModelOutput
 
 from context_compressors import CompressedContext, DeCALConfig, DeCALForConditionalGeneration, DeCALModel
 from context_compressors.modeling.parts.cache_name import CACHE
@@ -183,6 +186,65 @@ def test_both_forms_of_forward_agree(decal, random_rows, pad_rows):
     assert decal(input_ids=text, logits_to_keep=2, **context).logits.equal(second.logits[:, -2:])
 
 
+class Recorder(BaseStreamer, StoppingCriteria):
+    """What a streamer and a stopping criterion are shown."""
+
+    def __init__(self):
+        self.streamed, self.judged = [], []
+
+    def put(self, value):
+        self.streamed += value.flatten().tolist()
+
+    def end(self):
+        pass
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.judged.append(input_ids[0].tolist())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("placement", ["decoder", "encoder"])
+@pytest.mark.parametrize("asks", [True, False])
+def test_streamers_and_stopping_criteria_see_what_is_returned(placement, asks, question, random_rows):
+    model = build(question_placement=placement)
+    given = {"context_input_ids": torch.stack(random_rows([13])), "input_ids": question[:1] if asks else None}
+    recorder = Recorder()
+    generated = model.generate(**given, streamer=recorder, stopping_criteria=[recorder], **GREEDY)[0].tolist()
+    assert recorder.streamed == generated
+    assert recorder.judged == [generated[:end] for end in range(len(generated) - 4, len(generated) + 1)]
+
+
+def test_the_encoders_states_and_attentions_are_those_of_t5(random_rows, pad_rows):
+    model = build("baseline", attention="eager")
+    ids, mask = pad_rows(random_rows([13, 5]))
+    given = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": torch.full((2, 1), START)}
+    settings = {"output_hidden_states": True, "output_attentions": True}
+    expected, found = (one(**given, **settings) for one in (model.as_t5().eval(), model))
+    generated = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **settings, **GREEDY)
+    context = {"context_input_ids": ids, "context_attention_mask": mask}
+    answered = model(given["decoder_input_ids"], **context, **settings)
+    for outputs in (found, generated, answered):
+        for layer, states in enumerate(expected.encoder_hidden_states):
+            for row, length in enumerate((13, 5)):
+                of_row = outputs.encoder_hidden_states[layer][row, :length]
+                torch.testing.assert_close(of_row, states[row, :length], atol=1e-5, rtol=1e-4)
+        for layer, weights in enumerate(expected.encoder_attentions):
+            for row, length in enumerate((13, 5)):
+                of_row = outputs.encoder_attentions[layer][row, :, :length, :length]
+                torch.testing.assert_close(of_row, weights[row, :, :length, :length], atol=1e-5, rtol=1e-4)
+    assert model(**given).encoder_hidden_states is None
+
+
+def test_hidden_states_of_latents_and_tokens(random_rows):
+    model = build()
+    ids = torch.stack(random_rows([13, 13]))
+    outputs = model(ids, labels=ids, ratio=3, output_hidden_states=True)
+    assert [tuple(states.shape) for states in outputs.encoder_hidden_states] == [(2, 5 + 13, 32)] * 3
+    assert outputs.encoder_hidden_states[-1][:, :5].equal(outputs.encoder_last_hidden_state)
+    given = {"encoder_outputs": BaseModelOutput(outputs.encoder_last_hidden_state, outputs.encoder_hidden_states)}
+    assert model(**given, labels=ids).encoder_hidden_states is outputs.encoder_hidden_states
+
+
 # --- questions in the encoder ---
 
 
@@ -305,6 +367,7 @@ def test_what_forward_and_generate_refuse(decal, question, random_rows):
         ({}, "give a context"),
         ({**text, "decoder_input_ids": question}, "the decoder's text is `input_ids`", "leave out decoder_input_ids"),
         ({**text, "prefill_chunk_size": 2}, "`prefill_chunk_size` is for causal language models", "got 2"),
+        ({**text, "assistant_model": decal}, "`assistant_model` drafts without the memory"),
     ):
         with raises(*parts):
             decal.generate(**given)
