@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ class CompressorLM(TemplateLM):
                 "model 'hf' reads plain language models"
             )
         self.model = pretrained.eval()
-        self.tokenizer: Any = tokenizer
+        self.tokenizer = cast(Any, tokenizer)
         self._compressor = pretrained.question_answering(tokenizer)
         self._compressor.check_serves_memories("so that no prompt is read behind its slots")
         self._device = pretrained.device

@@ -329,9 +329,9 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         """Answer questions behind a memory: questions and new tokens."""
         chunk_lengths = kwargs.pop("context_chunk_lengths", None)
         check_source(context[0], memory, ratio, context[1], chunk_lengths)
-        if given := [n for n in ("decoder_input_ids", "decoder_attention_mask") if kwargs.get(n) is not None]:
+        if extra := [n for n in ("decoder_input_ids", "decoder_attention_mask") if kwargs.get(n) is not None]:
             raise ValueError(
-                f"with `memory` or `context_input_ids` the decoder's text is `input_ids`; leave out {', '.join(given)}"
+                f"with `memory` or `context_input_ids` the decoder's text is `input_ids`; leave out {', '.join(extra)}"
             )
         start, in_encoder = self.config.decoder_start_token_id, self.config.compresses_questions
         has_question = question is not None
@@ -345,8 +345,8 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         if memory is None:
             if in_encoder:
                 context = question_in_front(*context, question, question_mask, self.config, chunk_lengths)[:2]
-            given = (ratio, "context_input_ids", chunk_lengths)
-            memory, encoder = self._encoded(self._asked(kwargs), *context, *given)
+            source = (*context, ratio, "context_input_ids", chunk_lengths)
+            memory, encoder = self._encoded(self._asked(kwargs), *source)
         elif in_encoder:
             memory = check_memory(memory, self.model, question)
             check_question(memory, question, own_tokens(question, question_mask, self.config))

@@ -179,7 +179,7 @@ def attend_by_heads(
 def _attention(module: nn.Module, name: str) -> Any:
     """The attention function of the library that has this name."""
     if name == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+        return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
