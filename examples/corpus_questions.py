@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A collection from end to end: chunks into a store, five memories found and joined for each question, an answer.
+"""A collection from end to end: chunks go into a store, and each question is asked of the five memories that BM25 finds.
 
-    python examples/corpus_questions.py checkpoints/smollm2-135m-instruct-mean-pooling qa_squad_dev.parquet \\
-        --chunks 1000 --questions 50 --ratio 2
+    python examples/corpus_questions.py checkpoints/smollm2-135m-instruct-ranked-key-values qa_squad_dev.parquet \\
+        --chunks 1000 --questions 50 --ratio 4
 
-Beside it the same five chunks as text, read by the checkpoint's own decoder. Both are scored by SQuAD's F1, with the
-seconds of each step. The file is Parquet with the columns `context`, `question` and `answers`.
+Each memory is asked alone, and the likeliest answer counts. The same five chunks are asked as text, with the same
+decoder. Both are scored by SQuAD's F1, with the seconds of each step. The file is Parquet with the columns `context`,
+`question` and `answers`.
 """
 
 import argparse

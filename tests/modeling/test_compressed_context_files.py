@@ -27,6 +27,9 @@ def test_a_saved_memory_loads_bit_for_bit(tmp_path, carrier, dtype, ratio):
     loaded = CompressedContext.load(tmp_path / "new folder" / "document.safetensors", model_id="me/compressor")
     assert_same(loaded, memory)
     assert os.listdir(tmp_path / "new folder") == ["document.safetensors"]
+    loaded.save(tmp_path / "again.safetensors")
+    files = tmp_path / "again.safetensors", tmp_path / "new folder" / "document.safetensors"
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_loading_converts_the_carrier_alone(tmp_path):
