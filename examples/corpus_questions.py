@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A collection from end to end: chunks go into a store, and each question is asked of the five memories that BM25 finds.
+"""A collection from end to end: chunks go into a store, and questions to the five memories that BM25 finds for each.
 
     python examples/corpus_questions.py checkpoints/smollm2-135m-instruct-ranked-key-values qa_squad_dev.parquet \\
         --chunks 1000 --questions 50 --ratio 4

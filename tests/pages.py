@@ -87,7 +87,8 @@ def run_command(line: str) -> None:
     """Run a line of a `bash` block: `context-compressors`, or a script of examples/."""
     from context_compressors import cli
 
-    program, *arguments = shlex.split(line, comments=True)
+    # A comment stands behind a space; `shlex` would take the # in FILE#N for one.
+    program, *arguments = shlex.split(line.partition(" #")[0])
     if program == "context-compressors":
         assert cli.main(arguments) == 0, line
         return

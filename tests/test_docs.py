@@ -74,7 +74,7 @@ def test_links_lead_to_files_and_headings():
 @pytest.mark.slow
 def test_the_page_on_the_demo_runs(workplace: Path):
     names, _ = pages.run_page(DOCS / "demo.md")
-    assert len(names["found"].is_likeliest) == len(names["ids"])
+    assert names["origins"].kind == "windows"
 
 
 @pytest.mark.release

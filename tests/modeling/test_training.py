@@ -145,9 +145,7 @@ def test_gradient_checkpointing_changes_nothing(method_case, batch):
         assert_same_gradients(gradients(model, batch), expected)
         # Encoder and decoder start each layer once forward, and once more backward where gradients pass through.
         method = method_case.method
-        # VoCo's encoder and decoder are one pass.
         passes = 2 if method.windows or any(p.requires_grad for p in model.model.language_model.parameters()) else 1
-        passes *= method.name != "voco"
         assert len(layers_run) == 2 * (
             passes * (3 if method.windows else not method.own_encoder) + 2 + method.ranks
         ), settings

@@ -18,10 +18,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 from transformers import AutoModelForTokenClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...cli.loading import load_compressor
 from ...data.document_ids import document_id
 from ...data.rows import distinct_texts, read_rows
-from ...modeling.modeling_ranked_key_values import RankedKeyValuesForCausalLM
+from ...modeling.checkpoint.pretrained_bases import load_from_place, tokenizer_from_place
 from ...modeling.text_compressor import pooled_scores, standardized, word_places, word_spans
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..base_trainer import BaseTrainer, without_metadata
@@ -210,8 +209,9 @@ def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingCo
     """
     if model_args.base is None or model_args.teacher is None:
         raise ValueError("keep_drop needs base, an encoder, and teacher, a checkpoint of ranked_key_values")
-    teacher, reading = load_compressor(model_args.teacher, dtype=model_args.dtype)
-    if not isinstance(teacher, RankedKeyValuesForCausalLM):
+    teacher = load_from_place(model_args.teacher, dtype=model_args.dtype or "auto").to(args.device).eval()
+    reading = tokenizer_from_place(model_args.teacher)
+    if not hasattr(teacher.base_model, "token_scores"):
         raise ValueError(f"the teacher must be a checkpoint of ranked_key_values, got a {type(teacher).__name__}")
     teacher.merge_adapters()
     texts = list(islice(drawn_texts(data_args, reading, args.seed), max(args.label_texts, _VOCABULARY_TEXTS)))
