@@ -43,7 +43,7 @@ def positive_int_or_none(field: str, value: Any) -> int | None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is an int or a float."""
+    """Return whether a value is an int or a float."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -143,7 +143,7 @@ class CompressorLM(TemplateLM):
         raise NotImplementedError("texts are scored by `context-compressors evaluate --tasks continuation`")
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes behind the document's slots and the prompt, up to the first of the stop sequences."""
+        """Generate answers behind the document's slots and the prompt, up to the first of the stop sequences."""
         groups: dict[str, list[int]] = {}
         readings = []
         for row, request in enumerate(requests):
@@ -298,7 +298,7 @@ class CompressorLM(TemplateLM):
 
     @torch.inference_mode()
     def _written(self, batch: Sequence[_Reading], generation: Mapping[str, Any]) -> list[str]:
-        """What the model writes, greedily if `generation` does not say otherwise, cut at the stop sequences."""
+        """Generate answers, greedily if `generation` does not say otherwise, and cut them at the stop sequences."""
         options: dict[str, Any] = dict(normalize_gen_kwargs(dict(generation), self.max_gen_toks))
         until = [stop for stop in handle_stop_sequences(options.pop("until"), eos=None) if stop]
         if not options["do_sample"]:

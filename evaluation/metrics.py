@@ -32,7 +32,7 @@ def normalize_answer(text: str) -> str:
 
 
 def holds_answer(answer: str, accepted: Sequence[str]) -> bool:
-    """Whether an answer holds one of the accepted ones as whole words, both in SQuAD's normal form."""
+    """Return whether an answer holds an accepted one as whole words, both in SQuAD's normal form."""
     given = f" {normalize_answer(answer)} "
     return any(f" {normalize_answer(text)} " in given for text in accepted)
 

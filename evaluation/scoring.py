@@ -48,7 +48,7 @@ Memories = dict[int | str | None, Any]
 
 @dataclass(frozen=True)
 class Condition:
-    """How the context reaches the model: compressed at `ratio`, in words, or not at all.
+    """The form in which a context reaches the model: compressed at `ratio`, in words, or not at all.
 
     Args:
         with_context: without compression: whether the context stands in front of the prompt, in words.

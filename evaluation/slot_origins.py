@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens and layers the slots of a document are made of."""
+"""Shares of tokens and layers in the slots of a document."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class InformationFlow:
 def information_flow(
     backbone: Any, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: int | None = None
 ) -> InformationFlow:
-    """Which layers and which tokens the slots of contexts of one chunk are made of (ComprExIT, Figures 3 to 5 and 7).
+    """Return the shares of layers and tokens in the slots of one chunk (ComprExIT, Figures 3 to 5 and 7).
 
     Tokens and slots stand left-aligned, and pads have zero.
     """

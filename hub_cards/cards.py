@@ -404,7 +404,7 @@ def _source(entry: Any) -> _Source:
 
 
 def _place_of(source: _Source) -> Any:
-    """What a source is called in the recipe of a run, where a folder has its own name alone."""
+    """Return the name of a source in the recipe of a run, of a folder its own name alone."""
     return without_folders({"name": source.label})["name"].removeprefix("./")
 
 

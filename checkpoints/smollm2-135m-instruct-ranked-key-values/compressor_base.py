@@ -96,7 +96,7 @@ def cache_folder() -> Path:
 
 
 def cache_place(name: str) -> Path:
-    """Where in the cache the base of a Hub id is, or would be."""
+    """Return the folder in the cache for the base of a Hub id, whether or not it is there."""
     return cache_folder() / "bases" / name.replace("/", "--")
 
 
@@ -109,7 +109,7 @@ def cached_base(name: str | os.PathLike | None) -> Path | None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a base's folder has weights and tokenizer: whatever loads a model fetches only what it needs itself."""
+    """Return whether a base's folder has weights and tokenizer; a load fetches only the files that it needs itself."""
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():
@@ -2488,7 +2488,7 @@ def _written_class(model: nn.Module) -> type:
 
 
 def fetching_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those arguments of `from_pretrained` that say where files come from."""
+    """Return the arguments of `from_pretrained` that say where files come from."""
     return {name: arguments[name] for name in _FETCHING if arguments.get(name) is not None}
 
 
@@ -2551,7 +2551,7 @@ def _check_base_stays(model: PreTrainedModel) -> None:
 
 
 def base_to_leave_out(model: PreTrainedModel, include_base: bool | None) -> BaseRecord | None:
-    """What a light checkpoint leaves out; `None` for a whole one."""
+    """Return the base that a light checkpoint leaves out; `None` for a full one."""
     record = base_record(model)
     if include_base or (include_base is None and not (record and record.is_on_the_hub)):
         return None
@@ -3592,7 +3592,7 @@ class TokenRows:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are known to be no pads."""
+        """True where the rows are known to have no pads."""
         return bool(self.lengths) and all(length == self.input_ids.shape[1] for length in self.lengths)
 
 
@@ -4263,7 +4263,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return memories if isinstance(ratio, (list, tuple)) else memories[0]
 
     def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What a method reads beside contexts, such as images, taken out of a call's arguments; by default nothing."""
+        """Take other inputs of the method, such as images, out of a call's arguments; by default none."""
         return {}
 
     def context_memory(

@@ -216,7 +216,7 @@ def _written_class(model: nn.Module) -> type:
 
 
 def fetching_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those arguments of `from_pretrained` that say where files come from."""
+    """Return the arguments of `from_pretrained` that say where files come from."""
     return {name: arguments[name] for name in _FETCHING if arguments.get(name) is not None}
 
 
@@ -317,7 +317,7 @@ def _check_base_stays(model: PreTrainedModel) -> None:
 
 
 def base_to_leave_out(model: PreTrainedModel, include_base: bool | None) -> BaseRecord | None:
-    """What a light checkpoint leaves out; `None` for a whole one."""
+    """Return the base that a light checkpoint leaves out; `None` for a full one."""
     record = base_record(model)
     if include_base or (include_base is None and not (record and record.is_on_the_hub)):
         return None

@@ -123,7 +123,7 @@ def cache_folder() -> Path:
 
 
 def cache_place(name: str) -> Path:
-    """Where in the cache the base of a Hub id is, or would be."""
+    """Return the folder in the cache for the base of a Hub id, whether or not it is there."""
     return cache_folder() / "bases" / name.replace("/", "--")
 
 
@@ -136,7 +136,7 @@ def cached_base(name: str | os.PathLike | None) -> Path | None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a base's folder has weights and tokenizer: whatever loads a model fetches only what it needs itself."""
+    """Return whether a base's folder has weights and tokenizer; a load fetches only the files that it needs itself."""
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():
@@ -160,7 +160,7 @@ def hub_name(folder: str | os.PathLike) -> tuple[str | None, str | None]:
 
 
 def find_base(name: str | os.PathLike) -> tuple[str | os.PathLike, str | None, str | None]:
-    """Where to load a base from, and the Hub id and commit of that if it is a folder in a cache."""
+    """Return the place to load a base from, and its Hub id and commit if that is a folder in a cache."""
     place = cached_base(name) or name
     hub_id, commit = hub_name(place) if os.path.isdir(place) else (None, None)
     return place, hub_id, commit

@@ -123,7 +123,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return memories if isinstance(ratio, (list, tuple)) else memories[0]
 
     def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What a method reads beside contexts, such as images, taken out of a call's arguments; by default nothing."""
+        """Take other inputs of the method, such as images, out of a call's arguments; by default none."""
         return {}
 
     def context_memory(

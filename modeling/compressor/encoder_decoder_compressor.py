@@ -308,7 +308,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         return self._generate_from(*self._encoded(self._asked(kwargs), input_ids, attention_mask, ratio), kwargs)
 
     def _asked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Which of `_OUTPUTS` generation shall return."""
+        """Return the names of `_OUTPUTS` that generation shall return."""
         returns = self._setting("return_dict_in_generate", kwargs)
         return {name: returns and self._setting(name, kwargs) for name in _OUTPUTS}
 

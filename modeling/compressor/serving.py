@@ -118,7 +118,7 @@ def export_decoder(
 
 
 def is_untouched_base(model: Any) -> bool:
-    """Whether the decoder is known to be the base as it was; a whole checkpoint does not tell, and gives `False`."""
+    """Return whether the decoder is known to be the unchanged base; `False` for a full checkpoint."""
     record = base_record(model)
     if record is None or model.config.decoder_lora is not None:
         return False

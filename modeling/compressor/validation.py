@@ -64,7 +64,7 @@ class TokenRows:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are known to be no pads."""
+        """True where the rows are known to have no pads."""
         return bool(self.lengths) and all(length == self.input_ids.shape[1] for length in self.lengths)
 
 
