@@ -256,13 +256,7 @@ class CompressorConfig(PreTrainedConfig):
     def fields_of_encoder(
         cls, encoder: str | os.PathLike, loading: dict[str, Any], given: Collection[str]
     ) -> dict[str, Any]:
-        """Fields that `from_base` takes from what is published beside an encoder's weights.
-
-        Args:
-            encoder: Hub repository or folder of the encoder.
-            loading: arguments for loading from it, such as its revision.
-            given: names of the fields that its caller gives.
-        """
+        """Fields that `from_base` takes from what is published beside an encoder's weights."""
         return {}
 
     @classmethod
@@ -429,12 +423,7 @@ class CompressorConfig(PreTrainedConfig):
         return sum(self.slot_markers.values())
 
     def num_slots(self, num_context_tokens: int, ratio: int) -> int:
-        """Slots of a context, all chunks and their markers together: what the decoder reads in its place.
-
-        Args:
-            num_context_tokens: L.
-            ratio: r, context tokens per slot.
-        """
+        """Slots of a context, all chunks and their markers together: what the decoder reads in its place."""
         chunks = self._chunks(num_context_tokens, ratio)
         return sum(times * (self.chunk_slots(length, ratio) + self.markers_per_chunk) for length, times in chunks)
 

@@ -91,11 +91,7 @@ class XRAGConfig(CompressorConfig):
     def fields_of_encoder(
         cls, encoder: str | os.PathLike, loading: dict[str, Any], given: Collection[str]
     ) -> dict[str, Any]:
-        """See [`CompressorConfig.fields_of_encoder`]; of a model of sentence-transformers its read-out.
-
-        Raises:
-            ValueError: its embeddings are none of those that there are.
-        """
+        """See [`CompressorConfig.fields_of_encoder`]; of a model of sentence-transformers its read-out."""
         if "passage_readout" in given:
             return {}
         optional = {f"_raise_exceptions_for_{name}": False for name in ("missing_entries", "connection_errors")}
@@ -118,14 +114,7 @@ class XRAGConfig(CompressorConfig):
         return {"passage_readout": _POOLING_MODES[modes[0]]}
 
     def check_passage(self, num_tokens: int) -> None:
-        """Refuse passages that do not fit into the encoder's positions.
-
-        Args:
-            num_tokens: of a passage.
-
-        Raises:
-            ValueError: with both lengths.
-        """
+        """Refuse passages that do not fit into the encoder's positions."""
         limit, places = self._positions, self.passage_places(num_tokens)
         if limit is not None and places > limit:
             raise ValueError(

@@ -44,11 +44,7 @@ class LayerShape:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig) -> LayerShape:
-        """The layer of a language model's configuration.
-
-        Raises:
-            ValueError: a configuration that does not name a layer's sizes.
-        """
+        """The layer of a language model's configuration."""
         if config.model_type == "t5":
             heads = config.num_heads
             return cls(config.d_model, config.d_kv, heads, heads, config.d_ff, config.is_gated_act)
@@ -71,10 +67,6 @@ class LayerShape:
     def parts(self, length: int, num_past: int = 0) -> dict[str, int]:
         """Operations of the layer by part.
 
-        Args:
-            length: L_in, tokens that go through the layer at once.
-            num_past: tokens in front of them whose keys and values are in a cache.
-
         Returns:
             `qkv`, `qk`, `softmax`, `av`, `out` (equation 9), `up` and `down` (equation 10).
         """
@@ -95,13 +87,7 @@ class LayerShape:
         return sum(self.parts(length, num_past).values())
 
     def cross_attention_flops(self, length: int, num_states: int, new_states: bool) -> int:
-        """Operations of cross-attention by equation 9, with the keys and values of an encoder's output.
-
-        Args:
-            length: decoder tokens that go through the layer at once.
-            num_states: vectors of the encoder's output.
-            new_states: whether their keys and values are still to be computed.
-        """
+        """Operations of cross-attention by equation 9, with the keys and values of an encoder's output."""
         projection = 2 * self.hidden_size * self.head_dim * self.num_heads
         keys_and_values = 2 * num_states * projection if new_states else 0
         scores = self.num_heads * length * num_states * (2 * self.head_dim + 1 + 2 * self.head_dim)
@@ -121,13 +107,7 @@ def layer_flops(
 
 
 def stack_flops(config: PreTrainedConfig, length: int, num_layers: int | None = None) -> int:
-    """Operations of a stack of layers over `length` tokens at once: F^Encoder and F^LSA of equation 11.
-
-    Args:
-        config: a language model's configuration.
-        length: tokens.
-        num_layers: layers that they go through; all of the model's when `None`.
-    """
+    """Operations of a stack of layers over `length` tokens at once: F^Encoder and F^LSA of equation 11."""
     return LayerShape.from_config(config).flops(length) * (
         config.num_hidden_layers if num_layers is None else num_layers
     )

@@ -12,11 +12,7 @@ CONFIG_SCHEMA = 2
 
 
 def check_schema(fields: dict[str, Any]) -> None:
-    """Raise a `ValueError` unless this code reads a stored configuration.
-
-    Args:
-        fields: the content of `config.json`.
-    """
+    """Raise a `ValueError` unless this code reads a stored configuration."""
     schema, written_by = fields.get("config_schema", 0), fields.get("code_version", "an unknown version")
     if schema != CONFIG_SCHEMA:
         other = "a newer" if schema > CONFIG_SCHEMA else "an older"

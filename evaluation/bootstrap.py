@@ -74,12 +74,6 @@ def resampled_scores(
 
     A resample is the same for all statistics, so that differences and ratios may be taken resample by resample.
 
-    Args:
-        statistics: what to score, all of the same samples in the same order.
-        documents: each sample's document.
-        num_resamples: how many resamples to draw.
-        seed: draws them; the same seed and number of documents give the same resamples.
-
     Returns:
         For each statistic its scores, `(num_resamples,)`.
     """

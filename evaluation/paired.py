@@ -110,15 +110,7 @@ def paired_difference(
 def seed_average(
     runs: Run | Sequence[Run], metric: str, condition: str, num_resamples: int = NUM_RESAMPLES, seed: int = 0
 ) -> tuple[float, tuple[float, float]]:
-    """Mean of a metric over seeds on the same samples, and its 95 % bootstrap interval over documents and seeds.
-
-    Args:
-        runs: what the samples got, of one run or of one for each seed; of one data set and task.
-        metric, condition, num_resamples, seed: as in `paired_difference`; of a perplexity, the mean in nats per token.
-
-    Raises:
-        ValueError: as `paired_difference`.
-    """
+    """Mean of a metric over seeds on the same samples, and its 95 % bootstrap interval over documents and seeds."""
     found = paired_difference(runs, runs, metric, condition, None, num_resamples, seed)
     return found.first, found.first_interval
 

@@ -53,18 +53,9 @@ def write_plots(report: EvaluationReport, folder: str | Path, others: Sequence[E
 def plot_quality_by_ratio(report: EvaluationReport, task: str, metric: str, path: str | os.PathLike[str]) -> Path:
     """Draw a metric, averaged over data sets, against the compression ratio, between both bounds.
 
-    Args:
-        report: has the task with at least one ratio.
-        task: such as "question_answering".
-        metric: such as "f1".
-        path: PNG file to write; folders are made.
-
     Returns:
         The path. Each ratio's 95 % interval is a vertical line; ratio "auto" is a star at the ratio that its memories
         reached.
-
-    Raises:
-        ValueError: a report without the task, the metric or any ratio.
     """
     places, selected = _places(report, task), ratio_condition("auto")
     average, intervals = report.macro_average(task, metric), report.macro_average_interval(task, metric)

@@ -180,14 +180,6 @@ def evaluate_retrieval(
 ) -> tuple[dict[str, Any], QueryScores]:
     """Rank a corpus for every query at one ratio of both; the corpus is read, encoded and scored part by part.
 
-    Args:
-        model: a [`DeCALForRetrieval`], in evaluation mode.
-        tokenizer: the one saved with it.
-        judged: queries, what answers them, and the corpus.
-        ratio: tokens per vector of queries and documents.
-        settings: of these `batch_size`, and the lengths that queries and documents are cut to, and counted.
-        progress: whether to show how many documents are done.
-
     Returns:
         A row of results: [`ranking_scores`], what was cut, how many vectors there are, and what they save beside one
         vector for each token: in storage tokens by vectors, in scoring pairs of tokens by pairs of vectors; and each
@@ -301,16 +293,8 @@ def evaluate_collection(
 ) -> tuple[dict[str, Any], list[SampleAnswers]]:
     """Rank a corpus at several ratios, beside BM25 if `alternatives` has it.
 
-    Args:
-        model, tokenizer, judged, settings: as in `evaluate_retrieval`.
-        collection: what results call queries and corpus.
-        records: by name, what trained and chose the model. Held out are the documents that answer a query.
-
     Returns:
         What a result file holds, a row for BM25 and for each ratio, and what every query got.
-
-    Raises:
-        ValueError: documents that trained the model or chose it.
     """
     name, allow_trained = model_label(model.name_or_path), settings.allow_trained_documents
     queries, digest = judged_documents(judged)

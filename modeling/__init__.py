@@ -25,12 +25,7 @@ for _config_class in map(config_class, METHODS):
 
 
 def model_class(method: str, auto_class: str | None = None) -> type[PreTrainedModel]:
-    """A method's class.
-
-    Args:
-        method: its name in `configuration.methods`.
-        auto_class: name of the Auto class that loads it; the one that generates when `None`.
-    """
+    """A method's class."""
     place = None if auto_class is None else config_class(method).auto_classes()[auto_class]
     return globals()[METHODS[method][2] if place is None else place.split(".")[1]]
 

@@ -98,11 +98,7 @@ class _Beacons:
 
 
 def attention_maps(backbone: nn.Module, names: Sequence[str], with_adapters: bool = False) -> list[dict[str, Any]]:
-    """Return the maps of each layer's attention by what they are called here, `with_adapters` around them or without.
-
-    Raises:
-        ValueError: the base does not have them, one for each.
-    """
+    """Return the maps of each layer's attention by their names here, `with_adapters` around them or without."""
     layers = []
     for module in backbone.modules():
         children = dict(module.named_children())
@@ -211,12 +207,7 @@ class ActivationBeaconModel(CompressorModel):
         return SlidingMemory(self, ratio, max_slots)
 
     def empty_memory(self, batch_size: int) -> BeaconMemory:
-        """Return what is remembered before the first window.
-
-        Raises:
-            ValueError: rotary positions whose angles depend on the length of what is read, or do not turn half a head
-                against the other.
-        """
+        """Return what is remembered before the first window."""
         backbone = self.encoder_backbone
         key_values: Any = self._no_slots(batch_size)
         frequencies = inverse_frequencies(backbone)

@@ -100,15 +100,10 @@ class AutoCompressorModel(MemoryTokenModel):
             attention_mask: Same shape.
             soft_prompt: Summaries so far, `(batch_size, num_slots, hidden_size)`.
             soft_mask: `(batch_size, num_slots)`, one for real ones.
-            counts: Summary tokens of each row.
-            is_full: whether there are no pads.
 
         Returns:
             The last hidden states of the segment's tokens, which predict the next ones, and the summary, those of the
             summary tokens.
-
-        Raises:
-            ValueError: more summary tokens than were learned.
         """
         embeddings = self.encoder_backbone.get_input_embeddings()(input_ids)
         tokens = self.memory_vectors(max(counts)).to(embeddings.dtype).expand(len(counts), -1, -1)
@@ -131,9 +126,7 @@ class AutoCompressorModel(MemoryTokenModel):
         """What the next segment reads, and its mask: [sigma_1, ..., sigma_i], or without accumulation sigma_i.
 
         Args:
-            soft_prompt, soft_mask: What the last segment has read.
             summary: Its summary, `(batch_size, num_summary_tokens, hidden_size)`.
-            counts: Summary tokens of each row; rows without any have ended.
         """
         mask = first_places(counts, summary.device)
         if not self.config.accumulate_summaries:

@@ -116,7 +116,6 @@ class WindowAggregation(nn.Module):
         Args:
             tokens: `(batch_size, num_windows, num_tokens, hidden_size)`, float32, zero at pads.
             mask: `(batch_size, num_windows, num_tokens)`, bool.
-            ratio: tokens per slot; it divides `num_tokens`.
 
         Returns:
             `(batch_size, num_windows, num_tokens, num_slots)`; zero at pads.
@@ -362,7 +361,6 @@ class ComprExITModel(CompressorModel):
         Args:
             reduce: takes the embeddings and the states behind each layer (the last one after the final norm), each
                 `(num_chunks, num_segment_tokens, hidden_size)`, and returns `(num_chunks, num_segment_tokens, width)`.
-            chunks: the contexts.
         """
         num_tokens = segment_length = chunks.input_ids.shape[1]
         if not (torch.is_grad_enabled() or self.training):

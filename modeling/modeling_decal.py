@@ -50,7 +50,6 @@ def relative_position_bias(
     Args:
         bias_table: T5's `relative_attention_bias`, `(num_buckets, num_heads)`.
         position_ids: `(batch_size, length)`.
-        num_buckets, max_distance: T5's `relative_attention_num_buckets` and `relative_attention_max_distance`.
 
     Returns:
         `(batch_size, num_heads, length, length)`; a batch size of 1 if all rows have the same positions.
@@ -94,7 +93,6 @@ def mask_bias(bias: Tensor, token_mask: Tensor, causal: bool = False) -> Tensor:
     Args:
         bias: `(batch_size or 1, num_heads, length, length)`; overwritten if it has a row for each of the mask's.
         token_mask: `(batch_size, length)`, one for real tokens; a row without any sees its pads.
-        causal: Whether a token sees nothing of what stands behind it.
     """
     # Nothing is read of a row of pads alone; a softmax over nothing would still send NaN into the gradients.
     seen = (token_mask.bool() | ~token_mask.bool().any(dim=1, keepdim=True))[:, None, None, :]
@@ -286,7 +284,6 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
 
         Args:
             embeddings: x, `(batch_size, num_tokens, hidden_size)`.
-            attention_mask, ratio, lengths: as of [`mean_pool`], P.
         """
         pooled, latent_mask = mean_pool(embeddings, attention_mask, ratio, lengths)
         if not self.config.latent_pooling:

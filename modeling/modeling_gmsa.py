@@ -49,22 +49,14 @@ class LayerSemanticAlignment(nn.Module):
 
     @torch.no_grad()
     def copy_blocks(self, decoder: PreTrainedModel) -> None:
-        """Copy the values of the decoder's first blocks.
-
-        Args:
-            decoder: the decoder's backbone, with or without adapters.
-        """
+        """Copy the values of the decoder's first blocks."""
         source = {name.replace(".base_layer.", "."): parameter for name, parameter in decoder.named_parameters()}
         for name, parameter in self.blocks.named_parameters():
             parameter.copy_(source[name])
 
     @torch.no_grad()
     def start_from(self, decoder: PreTrainedModel) -> None:
-        """`copy_blocks`, the tables that no checkpoint holds, and for blocks that do not train the decoder's type.
-
-        Args:
-            decoder: the decoder's backbone, as it was loaded.
-        """
+        """`copy_blocks`, the tables that no checkpoint holds, and for blocks that do not train the decoder's type."""
         self.copy_blocks(decoder)
         for path, module in self.blocks.named_modules():
             for name in module._buffers:

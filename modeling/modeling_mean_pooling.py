@@ -26,7 +26,6 @@ def nearest_ratios(log_ratios: Tensor, ratios: Sequence[int]) -> Tensor:
 
     Args:
         log_ratios: log2 of the predicted ratios, any shape.
-        ratios: the set.
 
     Returns:
         A LongTensor of the same shape.
@@ -118,9 +117,6 @@ class MeanPoolingModel(CompressorModel):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, chunk_lengths: Any = None
     ) -> Tensor:
         """Predict log2 of the ratio that each context asks for, from a pass of the encoder.
-
-        Args:
-            input_ids, attention_mask, chunk_lengths: as of `compress`.
 
         Returns:
             `(batch_size,)`, NaN for a context without tokens.

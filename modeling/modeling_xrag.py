@@ -81,9 +81,7 @@ class XRAGModel(CompressorModel):
         """Every passage as the encoder reads it, a row each, right-padded: ids and mask.
 
         Args:
-            chunks: as `encode` gets them.
             ratio: tokens of a passage, an int or a LongTensor `(num_chunks,)`.
-            counts: passages of each chunk.
         """
         config, ids = self.config, chunks.input_ids
         rows, columns = _places(counts, ids.device)

@@ -161,12 +161,7 @@ def word_spans(text: str) -> list[tuple[int, int]]:
 
 
 def word_places(offsets: Sequence[Sequence[int]], spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the word that each token ends in, `(num_tokens,)`.
-
-    Args:
-        offsets: where each token begins and ends in the text.
-        spans: those of the words.
-    """
+    """Return the word that each token ends in, `(num_tokens,)`."""
     ends = torch.tensor([end for _, end in spans])
     return torch.bucketize(torch.tensor([end for _, end in offsets]), ends).clamp(max=len(spans) - 1)
 
@@ -194,14 +189,6 @@ def best_runs(
 
     The words keep to the budget by a price of each token, which is found by bisection. At a price the best words are
     those of a path through two states, kept and dropped (Viterbi).
-
-    Args:
-        scores: of the words.
-        costs: their tokens.
-        budget: most tokens of all that stay.
-        gap_cost: of each run behind a gap.
-        gap_tokens: that stand in front of each of these runs.
-        forced: places of words that stay in any case.
     """
     if sum(costs) <= budget:
         return list(range(len(scores)))

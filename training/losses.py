@@ -16,11 +16,7 @@ Head = Callable[[Tensor], Tensor]
 
 
 def logits_function(model: PreTrainedModel) -> Head:
-    """Return the map from last hidden states to float32 logits, with Gemma 2's soft-capping.
-
-    Raises:
-        ValueError: a model that scales its logits, as Granite, Cohere and Falcon-H1 do.
-    """
+    """Return the map from last hidden states to float32 logits, with Gemma 2's soft-capping."""
     head, config = model.get_output_embeddings(), vars(model.config.get_text_config())
     for field in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
         if config.get(field) not in (None, 1):
@@ -74,9 +70,6 @@ def distillation_loss(
     Args:
         student_states: `(num_answer_tokens, student_hidden_size)`, the states that predict the answer tokens.
         teacher_states: `(num_answer_tokens, teacher_hidden_size)`; no gradient flows into them.
-        student_head: states to logits of the student.
-        teacher_head: states to logits of the teacher.
-        chunk_size: answer tokens whose two rows of logits are in memory at once.
     """
 
     def chunk_loss(student: Tensor, teacher: Tensor) -> Tensor:

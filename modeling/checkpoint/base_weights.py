@@ -187,10 +187,6 @@ def load_bases(
 
     Returns:
         for each base its weights by name; see [`base_tensors`].
-
-    Raises:
-        OSError: a base cannot be had; the message tells which one, and how to point to a copy.
-        ValueError: a base is another model than the one that the compressor was made on.
     """
     found = {}
     for base, entry in entries.items():
@@ -275,9 +271,6 @@ def merge(
 
     Returns:
         the weights by the skeleton's names, and the names of those that are the bases'.
-
-    Raises:
-        ValueError: a weight of the base that is not as the compressor's configuration says.
     """
     own = {own_name(name): tensor for name, tensor in stored.items()}
     merged, of_the_base = {}, set()

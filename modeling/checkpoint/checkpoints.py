@@ -59,15 +59,7 @@ def load_checkpoint(
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> Any:
-    """Load a checkpoint; result and errors as of `CompressorPreTrainedModel.from_pretrained`.
-
-    Args:
-        model_class: the compressor's class.
-        load: the library's `from_pretrained`.
-        name: Hub repository or folder of the checkpoint, or of a PEFT adapter on it.
-        places: where the bases of a light checkpoint are, if not where it says.
-        arguments, keywords: of the call.
-    """
+    """Load a checkpoint; result and errors as of `CompressorPreTrainedModel.from_pretrained`."""
     wants_info = keywords.pop("output_loading_info", False)
     adapter_name = keywords.pop("adapter_name", "default")
     adapter, name, adapter_source = adapter_and_model(name, keywords)

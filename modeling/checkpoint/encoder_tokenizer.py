@@ -34,11 +34,7 @@ def encoders_tokenizer(
 def load_encoder_tokenizer(
     checkpoint: str | os.PathLike, subfolder: str, loading: dict[str, Any]
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of contexts that a checkpoint carries.
-
-    Raises:
-        ValueError: the checkpoint has no such tokenizer.
-    """
+    """The tokenizer of contexts that a checkpoint carries."""
     names = ("cache_dir", "force_download", "local_files_only", "revision", "token")
     inside = "/".join(filter(None, (loading.get("subfolder"), subfolder)))
     tokenizer = _tokenizer(checkpoint, {**{n: loading[n] for n in names if n in loading}, "subfolder": inside})

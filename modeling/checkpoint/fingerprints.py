@@ -60,11 +60,6 @@ def weights_fingerprint(model: Any, of_answers: bool = False, stored: Mapping[st
     """Sixteen hexadecimal digits from every value of every parameter, the same in float32 and bfloat16.
 
     Not in float16, which rounds float32's values to others before they are bfloat16's.
-
-    Args:
-        model: a compressor's backbone, or with `of_answers` any model.
-        of_answers: whether a reader's own parameters count, which change no memory.
-        stored: weights that a float16 model was loaded from, by name, which count in place of the rounded ones.
     """
     digest = hashlib.sha256()
     is_reader = not of_answers and model.config.has_frozen_memories
@@ -120,10 +115,6 @@ def settings_fingerprint(config: PreTrainedConfig, of_answers: bool = False) -> 
     """Eight hexadecimal digits from every field of a configuration that changes slots or how they are read.
 
     Fields with the values that their class gives them do not count: one that a later version adds changes no name.
-
-    Args:
-        config: a compressor's, or with `of_answers` any model's.
-        of_answers: count the fields that change answers, too.
     """
     settings = _settings(config, _BESIDE_ANSWERS if of_answers else _BESIDE_MEMORIES)
     if not of_answers and (config.has_frozen_memories or config.shared_adapter):
@@ -150,12 +141,7 @@ def _usual_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
 
 
 def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Runs of neighbouring values of some 16 parameters, spread over the model: (num_parameters, 2, 16) in float32.
-
-    Args:
-        model: the model; nothing of it offloaded. Each kind of map and vector is among its parameters.
-        dtype: type that the values go through first.
-    """
+    """Runs of neighbouring values of some 16 parameters, spread over the model: (num_parameters, 2, 16) in float32."""
     kinds: dict[str, list[nn.Parameter]] = {}
     for name, parameter in _sorted_parameters(model):
         if parameter.shape[-1] >= _RUN:
@@ -185,11 +171,6 @@ def _sample_type(dtype: torch.dtype) -> torch.dtype:
 
 def rounding(model: nn.Module, recorded: str, dtype: torch.dtype) -> tuple[float, bool]:
     """Measure the distance from the model that [`sample_text`] recorded, and tell whether a rounding explains it.
-
-    Args:
-        model: the model.
-        recorded: what was recorded.
-        dtype: the type of the model that it was recorded of.
 
     Returns:
         root mean square of the difference, relative to that of the values, mean over the parameters that differ; and

@@ -31,11 +31,7 @@ def adapter_and_model(name: str | os.PathLike, keywords: dict[str, Any]) -> tupl
 
 
 def put_adapter_on(model: Any, adapter: str | os.PathLike, name: str, trains: bool, fetching: dict[str, Any]) -> Any:
-    """Put one of PEFT's adapters on a compressor, beside its own; the library would take these for missing ones.
-
-    Raises:
-        ValueError: the adapter lacks weights of its maps, or has some for maps that the compressor does not have.
-    """
+    """Put one of PEFT's adapters on a compressor, beside its own; the library would take these for missing ones."""
     from peft import PeftConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
 
     config = PeftConfig.from_pretrained(adapter, **fetching)
@@ -61,13 +57,7 @@ def peft_weight_names(backbone: Any, name: str) -> dict[str, torch.nn.Parameter]
 
 @torch.no_grad()
 def load_peft_adapter(model: Any, adapter: str | os.PathLike, fetching: dict[str, Any]) -> None:
-    """Let the adapter that `model` answers with, the shared one or its decoder's, start as one of PEFT's.
-
-    Raises:
-        OSError: one of the files is not there.
-        ValueError: the model answers without an adapter, or this one has another rank, alpha or other maps, or is more
-            than plain LoRA.
-    """
+    """Let the adapter that `model` answers with, the shared one or its decoder's, start as one of PEFT's."""
     names = ("adapter_config.json", "adapter_model.safetensors")
     files = [cached_file(str(adapter), name, **fetching) for name in names]
     with open(files[0], encoding="utf-8") as file:

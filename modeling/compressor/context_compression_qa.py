@@ -256,26 +256,13 @@ class ContextCompressionQAPipeline(Pipeline):
         check_max_tokens(self.model.config, self._document_tokenizer, max_tokens)
 
     def document_ids(self, documents: str | Sequence[str | Sequence[str]], most: int | None = None) -> list[list[int]]:
-        """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each.
-
-        Args:
-            documents: texts, or lists of passages.
-            most: tokens of each that are wanted; a long one is read to somewhat behind them, others whole.
-        """
+        """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
         return [[token for passage in row for token in passage] for row in self._passages(documents, most)]
 
     def full_text_ids(
         self, documents: Sequence[str | Sequence[str]], max_tokens: int | None = None
     ) -> list[list[int]]:
-        """Token ids of documents as the decoder reads them in front of a question, without a memory.
-
-        Args:
-            documents: the texts; one may be a list of passages.
-            max_tokens: keep only so many tokens of each, with those that open it; all if not given.
-
-        Raises:
-            ValueError: an encoder-decoder, whose decoder reads no documents.
-        """
+        """Token ids of documents as the decoder reads them in front of a question, without a memory."""
         config = self.model.config
         if config.is_encoder_decoder:
             raise ValueError(f"the decoder of a {type(self.model).__name__} reads no documents, only memories")
@@ -290,11 +277,7 @@ class ContextCompressionQAPipeline(Pipeline):
         return passages_ids(self.model.config, self._document_tokenizer, texts, most)
 
     def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
-        """A memory from its file, on the model's device; one that is loaded already comes back as it is.
-
-        Raises:
-            TypeError: neither.
-        """
+        """A memory from its file, on the model's device; one that is loaded already comes back as it is."""
         if isinstance(source, (str, os.PathLike)):
             return self._memory_class.load(source, device=self.device, dtype=self.model.dtype)
         if not is_memory(source):
@@ -475,13 +458,6 @@ class ContextCompressionQAPipeline(Pipeline):
         """Return each source's new tokens for every question, with their mean log-likelihood if logits are asked for.
 
         Questions of all sources go in common batches.
-
-        Args:
-            sources: documents, or rows of a memory.
-            questions: token ids.
-            batch_size: questions at once.
-            memory_of: from the sources and the questions of a batch to its memory.
-            generate_kwargs: arguments of `generate`.
         """
         pairs = [(source, question) for source in sources for question in questions]
         answers: list[tuple[Tensor, float]] = []
@@ -541,13 +517,7 @@ def check_generation(given: Mapping[str, Any]) -> None:
 
 def with_defaults(given: Mapping[str, Any], max_new_tokens: int, pad_token_id: int | None) -> dict[str, Any]:
     """Arguments of `generate`, with what they and a `generation_config` among them leave open: a greedy, short answer,
-    one to a question and its tokens alone, whatever the model's own `generation_config` says.
-
-    Args:
-        given: the arguments.
-        max_new_tokens: most tokens of an answer, where no other length is given.
-        pad_token_id: what fills shorter answers of a batch.
-    """
+    one to a question and its tokens alone, whatever the model's own `generation_config` says."""
     given = dict(given)
     own = copy.deepcopy(given.pop("generation_config", None))
     defaults = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad_token_id}

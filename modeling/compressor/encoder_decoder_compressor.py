@@ -89,11 +89,6 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
 
         Args:
             input_ids: Text `(batch_size, num_text_tokens)`, the decoder's start token first.
-            attention_mask: its mask; pads may stand anywhere. With a cache it covers the text in the cache, too,
-                and has no pads behind that.
-            memory: one row for each text, or one for all of them.
-            cache: the decoder's cache.
-            kwargs: handed to T5's decoder stack.
         """
         cached = 0 if cache is None else int(cache.get_seq_length())
         sequence = None

@@ -197,7 +197,6 @@ def kept_places(priority: Tensor, is_context: Tensor, num_slots: Tensor, width: 
         priority: `(batch_size, num_heads, num_places)`; of equal ones the first stays.
         is_context: `(batch_size, num_places)` bool, places that may stay.
         num_slots: `(batch_size,)`, how many stay.
-        width: the largest of these.
 
     Returns:
         `(batch_size, num_heads, width)`; behind a row's own places any others.

@@ -57,12 +57,7 @@ def _block_mask(
     """Return who sees whom, where that is not simply "everything before".
 
     Args:
-        config: the encoder's.
-        sequence: the rows' arrangement.
         lengths: `(num_chunks,)`, context tokens of each row.
-        widths: number of memory tokens of each block.
-        bidirectional: whether memory tokens see the ones of their block behind them.
-        dtype: of the encoder's hidden states.
     """
     if config._attn_implementation not in PAIRWISE_MASKS:
         raise ValueError(
@@ -145,9 +140,7 @@ class MemoryTokenModel(CompressorModel):
         """Return the position ids of memory tokens in the encoder, `(num_chunks, width)` (EPL, Tables 1 and 12).
 
         Args:
-            chunks: the context.
             counts: `(num_chunks,)`, memory tokens of each chunk.
-            width: the largest of them.
         """
         lengths = torch.tensor(chunks.lengths, device=counts.device)
         return encoder_memory_ids(lengths, counts, chunks.starts, self.config.position_layout, width)

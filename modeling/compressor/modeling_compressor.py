@@ -171,8 +171,6 @@ class CompressorModel(CompressorBackbone):
             attention_mask: same shape, or a mask in the backbone's own form.
             position_ids: same shape.
             inputs_embeds: `(num_chunks, num_tokens, hidden_size)`.
-            cache: what its layers read in front, or write to.
-            kwargs: handed to the backbone; `is_full` and `is_right_padded` to [`run_backbone`].
         """
         inputs: dict[str, Any]
         inputs = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
@@ -394,17 +392,7 @@ class CompressorModel(CompressorBackbone):
         is_full: bool = False,
         longest: int | None = None,
     ) -> tuple[dict[str, Any], PackedSequence | None]:
-        """Slots and text as one sequence for the language model; text alone where the cache holds the slots.
-
-        Args:
-            text: checked, see `text_rows`.
-            position_ids: the text's, counted within it.
-            memory: one row for each text.
-            offset: `text_position_offset`, computed if not given.
-            is_full: whether all slots are known to be real.
-            longest: slots and text tokens of the longest row, where no cache goes on from this pass; rows are then no
-                wider, and pads stand behind them.
-        """
+        """Slots and text as one sequence for the language model; text alone where the cache holds the slots."""
         config, input_ids, text_mask = self.config, text.input_ids, text.attention_mask
         positions = text_positions(text_mask) if position_ids is None else position_ids.expand_as(input_ids)
         embeddings = self._embed_text(input_ids)

@@ -111,13 +111,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def load_base_weights(self, base: PreTrainedModel, encoder: PreTrainedModel | None = None) -> None:
-        """Take the tensors of a pretrained model (not copies of them), and give start values to everything else.
-
-        Args:
-            base: what `base_auto_class` loaded.
-            encoder: another model that encodes, where the method takes one; without it an encoder with weights of its
-                own copies the base.
-        """
+        """Take the tensors of a pretrained model (not copies of them), and give start values to everything else."""
         backbone = self.base_model
         source = base.base_model
         device, dtype = base.device, base.dtype
@@ -206,11 +200,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
         return model
 
     def apply_trainable_set(self) -> None:
-        """Let the parameters train that `config.trainable_parameters`, or else the method, names; freeze the rest.
-
-        Raises:
-            ValueError: a pattern of `config.trainable_parameters` matches no parameter, or the stage's none at all.
-        """
+        """Let the parameters train that `config.trainable_parameters`, or else the method, names; freeze the rest."""
         chosen, of_the_stage = self.config.trainable_parameters, self.config.stage_parameters
         usual = self.base_model.method_parameters if of_the_stage is None else of_the_stage
         patterns = [re.compile(pattern) for pattern in (usual if chosen is None else chosen)]

@@ -21,14 +21,6 @@ def question_rows(
 
     Args:
         input_ids: `(num_contexts or 1, num_question_tokens)`.
-        attention_mask: their mask.
-        num_contexts: rows of the contexts.
-        config: the model's.
-        vocab_size: ids below it are known; `None` leaves them unchecked.
-
-    Raises:
-        ValueError: a question where the configuration has none, a mask of the wrong shape, an empty question, or
-            another number of questions.
     """
     name = "question_input_ids"
     if not config.compresses_questions:
@@ -51,7 +43,6 @@ def own_tokens(input_ids: Tensor, attention_mask: Tensor, config: Any) -> Tensor
     Args:
         input_ids: `(batch_size, num_tokens)`, padded anywhere.
         attention_mask: same shape.
-        config: the model's, with `decoder_start_token_id` and `eos_token_id`.
     """
     places = attention_mask.cumsum(dim=1)
     is_start = (places == 1) & (input_ids == config.decoder_start_token_id)
@@ -72,16 +63,9 @@ def question_in_front(
 
     Args:
         input_ids: contexts `(batch_size, num_tokens)`.
-        attention_mask: their mask.
-        question_input_ids, question_attention_mask: as [`question_rows`] takes them.
-        config: the model's, see [`own_tokens`].
-        chunk_lengths: the caller's, which cannot be there.
 
     Returns:
         Ids and mask `(batch_size, num_question_tokens + num_tokens)`, and the questions' own ids and mask.
-
-    Raises:
-        ValueError: a mask of the wrong shape, `chunk_lengths`, or what [`question_rows`] refuses.
     """
     if chunk_lengths is not None:
         raise ValueError("`chunk_lengths` must be left out where a question stands in front of the whole context")
@@ -98,7 +82,6 @@ def question_fingerprints(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
 
     Args:
         input_ids: questions `(batch_size, num_question_tokens)`.
-        attention_mask: their mask.
     """
     fingerprints = [of_row[-1] for of_row in _fingerprints_of_starts(input_ids, attention_mask)]
     return torch.tensor(fingerprints, dtype=torch.long, device=input_ids.device)
@@ -122,13 +105,7 @@ def check_question(
     """Each text must be the question that its row of the memory was compressed with.
 
     Args:
-        memory: one row for each text, or one for all.
         input_ids: texts `(batch_size, num_text_tokens)`.
-        attention_mask: their mask.
-        may_go_on: whether more may stand behind the question, such as its answer.
-
-    Raises:
-        ValueError: another question, or one to a memory without.
     """
     known = memory.question_fingerprints
     numbers = [0] * len(input_ids) if known is None else known.expand(len(input_ids)).tolist()
@@ -147,7 +124,6 @@ def with_start(input_ids: Tensor, attention_mask: Tensor, config: Any) -> tuple[
     Args:
         input_ids: `(batch_size, num_tokens)`, padded anywhere; a row may begin with the start token itself.
         attention_mask: same shape.
-        config: the model's, see [`own_tokens`].
 
     Returns:
         Ids and mask, without columns of pads alone.

@@ -35,11 +35,7 @@ def prompt_embeds(
     messages: str | Sequence[Mapping[str, str]] | None,
     model: Any,
 ) -> Tensor:
-    """Slots and text as the decoder reads them, `(num_places, hidden_size)`; see `CompressedContext.to_prompt_embeds`.
-
-    Raises:
-        ValueError: a memory or decoder that a server cannot take; the message says why.
-    """
+    """Return slots and text as the decoder reads them, `(num_places, hidden_size)`."""
     check_decoder_served(model)
     slots = served_slots(memory)
     if messages is None:

@@ -83,11 +83,6 @@ def token_rows(
     Args:
         chunk_lengths: tokens of each passage, `(batch_size, num_passages)` or a list for each row; others as of
             [`TokenRows`].
-
-    Raises:
-        TypeError: ids that are no tensor.
-        ValueError: ids that are not two-dimensional or have no rows, a mask of another shape, or passages of another
-            number of rows.
     """
     if not isinstance(input_ids, Tensor):
         raise TypeError(f"`{name}` must be a tensor of token ids, got {type(input_ids).__name__}")
@@ -117,16 +112,8 @@ def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]
     Every real id must be in the vocabulary, or one of the task tokens. Afterwards ids are 0 at pads: a tokenizer's pad
     id may lie outside the model's table.
 
-    Args:
-        inputs: ids and masks.
-        also: further integers or truth values to be read by the same wait, each a tensor without dimensions.
-
     Returns:
         the values of `also`.
-
-    Raises:
-        ValueError: a row without tokens that needs one, passages that do not add up to their row, or the first unknown
-            id.
     """
     facts, unknown = [], []
     for rows in inputs:
@@ -167,7 +154,6 @@ def cached_text_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) ->
     Args:
         mask: the caller's, of that shape, or `None` for ones alone: `generate` drops such a mask.
         input_ids: the new tokens `(batch_size, num_new_tokens)`.
-        num_cached: places of the text in the cache.
     """
     shape = (len(input_ids), num_cached + input_ids.shape[1])
     if mask is None:
@@ -184,15 +170,7 @@ def check_ratios(ratios: Sequence[Any], trained: Sequence[int], input_ids: Tenso
     """Ratios as ints or LongTensors `(batch_size,)`; `None` becomes the first trained one.
 
     Args:
-        ratios: of the caller.
-        trained: of the checkpoint.
         input_ids: what is compressed, `(batch_size, num_tokens)`.
-        allow_untrained: whether it may be another one than those.
-
-    Raises:
-        ValueError: no ratio, one below 1 or above 65,536, one that the checkpoint was not trained for, or a tensor of
-            another shape.
-        TypeError: a ratio that is no number.
     """
     if not ratios:
         raise ValueError(f"`ratio` is an empty list; the checkpoint has the ratios {sorted(trained)}")
@@ -260,16 +238,7 @@ def check_source(
     mask: Any,
     chunk_lengths: Any = None,
 ) -> None:
-    """Check that a text stands behind a context, with its ratio, mask and passages, or behind a memory.
-
-    Args:
-        context_input_ids, memory, ratio: the caller's.
-        mask, chunk_lengths: the caller's `context_attention_mask` and `context_chunk_lengths`.
-
-    Raises:
-        ValueError: context and memory together; without a context a mask, passages, a ratio without a memory, or
-            another one than the memory's.
-    """
+    """Check that a text stands behind a context, with its ratio, mask and passages, or behind a memory."""
     if context_input_ids is not None:
         if memory is not None:
             raise ValueError("give either `context_input_ids` or `memory`, not both")
@@ -292,14 +261,7 @@ def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContex
     """The memory, one row for each text row, on the model's device and of its dtype.
 
     Args:
-        memory: what `compress` or `CompressedContext.load` returned.
-        model: the compressor's backbone.
         input_ids: the texts `(batch_size, num_text_tokens)`.
-
-    Raises:
-        TypeError: it is no `CompressedContext`.
-        ValueError: it comes from another model, has another number of rows, or values such as the model's
-            floating-point type cannot hold.
     """
     if not is_memory(memory):
         raise TypeError(f"`memory` must be a CompressedContext, as `compress` returns it, got {type(memory).__name__}")
@@ -317,10 +279,6 @@ def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContex
 
 def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[CompressedContext, bool, int]:
     """Check a text and the memory in front of it by one wait for the device.
-
-    Args:
-        text: of the backbone's `text_rows`.
-        memory, model: as of [`check_memory`], which gives the result and errors, too.
 
     Returns:
         The memory, whether all of its slots are real, and how many slots and text tokens the longest row has.

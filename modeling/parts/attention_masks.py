@@ -29,14 +29,7 @@ _ALIBI = ("bloom", "falcon", "mpt")
 def run_backbone(
     backbone: PreTrainedModel, is_full: bool = False, is_right_padded: bool = False, **inputs: Any
 ) -> Any:
-    """One pass of a language model in which every query sees at least one key.
-
-    Args:
-        backbone: a causal language model without its head.
-        is_full: whether `attention_mask` is known to hold no pads; the pass then takes it as it is.
-        is_right_padded: whether pads stand behind their rows, where no token of a causal pass sees them.
-        inputs: arguments of the pass, see [`for_one_call`].
-    """
+    """One pass of a language model in which every query sees at least one key."""
     view = for_one_call(backbone, inputs.get("is_causal"))
     mask: Any = inputs.get("attention_mask")
     if not is_full and is_right_padded and _takes_no_mask(view, mask, inputs.get("is_causal")):
@@ -65,11 +58,9 @@ def seeing_mask(
     where the attention removes pads (FlashAttention).
 
     Args:
-        backbone: a causal language model without its head.
         attention_mask: `(batch_size, num_keys)`, one for real tokens.
         input_ids: `(batch_size, num_queries)`, or else `inputs_embeds`.
         inputs_embeds: `(batch_size, num_queries, hidden_size)`.
-        inputs: the other arguments of the pass.
 
     Returns:
         A mask in the form of the attention implementation, by kind of layer where there are several.
@@ -100,7 +91,6 @@ def with_sight(mask: Any, offset: int | Tensor = 0) -> Any:
 
     Args:
         mask: `(batch_size, num_heads, num_queries, num_keys)`, bool or added to the scores, or flex attention's.
-        offset: flex attention's keys in front of the first query.
     """
     if isinstance(mask, Tensor) and mask.dim() == 4:
         if mask.is_floating_point():
@@ -122,10 +112,7 @@ def mask_for(config: Any, visible: Tensor, near: Tensor, dtype: torch.dtype) -> 
     """Who sees whom, in the form that a backbone takes.
 
     Args:
-        config: the backbone's.
         visible: `(num_rows, num_places, num_places)` bool, in layers that see everything.
-        near: likewise, in layers with a sliding window; `visible` where there are none.
-        dtype: of the backbone's hidden states.
     """
     full, near = (_attention_bias(mask, config, dtype) for mask in (visible, near))
     if getattr(config, "layer_types", None):

@@ -18,11 +18,7 @@ _WEIGHTS = "_context_compressor_trained_and_frozen"
 
 
 def note_trained_weights(backbone: nn.Module) -> None:
-    """Keep in mind one map with a weight of the base's own that trains, and one that stays frozen.
-
-    Args:
-        backbone: a language model.
-    """
+    """Keep in mind one map with a weight of the base's own that trains, and one that stays frozen."""
     found: dict[bool, tuple[nn.Module, str]] = {}
     for path, module in backbone.named_modules():
         for name, parameter in module._parameters.items():
@@ -47,12 +43,7 @@ def weights_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def in_base_precision(backbone: nn.Module, within: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """`within`, and autocasting to the type of the backbone's frozen weights if those that train have another.
-
-    Args:
-        backbone: a language model.
-        within: the context that its pass runs in.
-    """
+    """`within`, and autocasting to the type of the backbone's frozen weights if those that train have another."""
     weights = backbone.__dict__.get(_WEIGHTS)
     if weights is None:
         return within
@@ -67,7 +58,6 @@ def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
     """Hidden states in the type of an LM head's weight, which may train or be frozen apart from the backbone.
 
     Args:
-        head: the LM head.
         states: `(..., hidden_size)`.
     """
     weight: Any = getattr(head, "weight", None)
@@ -83,7 +73,6 @@ def head_logits(head: nn.Module, states: Tensor) -> Tensor:
     weights text by text, which on a CPU in bfloat16 takes many times as long.
 
     Args:
-        head: the LM head.
         states: `(..., hidden_size)`.
     """
     logits = head(as_head_takes(head, states.reshape(-1, states.shape[-1])))

@@ -13,12 +13,7 @@ CACHE = next(field.name for field in fields(BaseModelOutputWithPast) if field.na
 
 
 def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
-    """The cache of a call that may name it in either way.
-
-    Raises:
-        TypeError: it is no cache.
-        ValueError: two of them.
-    """
+    """The cache of a call that may name it in either way."""
     if cache is not None and past_key_values is not None:
         raise ValueError("`past_key_values` is an older name of `cache`: give one of them")
     cache = past_key_values if cache is None else cache

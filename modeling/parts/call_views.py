@@ -22,10 +22,6 @@ def for_one_call(backbone: PreTrainedModel, is_causal: bool | None = None) -> Pr
     A view has the same layers, weights and hooks. Its own are the configuration, in which the library notes
     `is_causal` for the length of a pass, and a rotary embedding whose frequencies follow the length of the sequence.
     Inside `torch.compile` it is always the backbone itself: what is noted there is part of the traced graph.
-
-    Args:
-        backbone: a language model, or a wrapper around one, which is returned as it is.
-        is_causal: what the pass is given, or `None`.
     """
     rotary: Any = getattr(backbone, "rotary_emb", None)
     follows = _follows_length(rotary)

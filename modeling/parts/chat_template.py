@@ -34,16 +34,7 @@ class PromptIds:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], prompt_format: str = "plain") -> PromptIds:
-    """Token ids of prompts that are asked one after the other about one document.
-
-    Args:
-        tokenizer: the tokenizer saved with the checkpoint.
-        prompts: such as questions, one or more.
-        prompt_format: see `CompressorConfig`; in a chat, the words of prompts are never special tokens.
-
-    Raises:
-        ValueError: a chat for a tokenizer without a chat template, or with one that does not hold the user's words.
-    """
+    """Token ids of prompts that are asked one after the other about one document."""
     if prompt_format == "plain":
         return PromptIds([], [encode(tokenizer, prompt) for prompt in prompts], tokenizer.eos_token_id)
     messages: list[dict[str, str | None]] = []

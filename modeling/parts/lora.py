@@ -140,18 +140,7 @@ def linear_module_names(model: nn.Module) -> list[str]:
 
 
 def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: Sequence[str] = ()) -> None:
-    """Put a LoRA adapter called `name` into the linear maps of `model`, in float32.
-
-    Args:
-        model: the language model's backbone; it must not yet hold an adapter of that name.
-        name: "encoder", "decoder", or "shared" for one that both of them read with.
-        settings: `rank`, `alpha`, `dropout`, `target_modules` as in [`CompressorConfig`].
-        exclude: paths of modules that get none.
-
-    Raises:
-        ImportError: `peft` is not installed.
-        ValueError: no module of the model has one of the target names.
-    """
+    """Put a LoRA adapter called `name` into the linear maps of `model`, in float32."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:

@@ -35,8 +35,6 @@ def fused_solve(
         cost: Shape `(num_windows, num_senders, num_receivers)`, float32 like the masses.
         source_mass: Shape `(num_windows, num_senders)`.
         target_mass: Shape `(num_windows, num_receivers)`.
-        settings: Entropic strength and number of iterations.
-        keep_history: Whether `fused_gradients` will be called.
 
     Returns:
         The plan in the shape of `cost`, and what `fused_gradients` needs of the iterations, or `None`.

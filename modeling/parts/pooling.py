@@ -71,7 +71,6 @@ def window_sizes(num_tokens: Tensor, ratio: int | Tensor, num_slots: int) -> Ten
     Args:
         num_tokens: Real tokens of each row, `(batch_size,)`.
         ratio: Tokens per slot, one int for all rows or a LongTensor `(batch_size,)`.
-        num_slots: Slots of the longest row.
 
     Returns:
         `(batch_size, num_slots)`; 1 for padding slots.

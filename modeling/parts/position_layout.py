@@ -54,8 +54,6 @@ def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: 
         lengths: Number of context tokens of each chunk, `(num_chunks,)`.
         counts: Number of its memory tokens, `(num_chunks,)`.
         starts: Number of context tokens before it, `(num_chunks,)`; ignored by the default layout.
-        layout: "default", "uniform" or "enhanced".
-        width: The largest of `counts`.
 
     Returns:
         A LongTensor `(num_chunks, width)`; places behind a chunk's own memory tokens hold 0.
@@ -160,7 +158,6 @@ def rotation(offsets: Tensor, inverse_frequencies: Tensor, keys: Tensor) -> tupl
     Args:
         offsets: `(batch_size,)` or `(batch_size, num_slots)`.
         inverse_frequencies: `(head_dim / 2,)`.
-        keys: Some of them, which tell the device and the type.
 
     Returns:
         Each `(batch_size, 1, 1 or num_slots, head_dim)`.

@@ -28,13 +28,7 @@ def context_opening(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 
 
 def document_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, document: str) -> list[int]:
-    """Return the token ids of a document as the checkpoint was trained to compress it.
-
-    Args:
-        config: a compressor's configuration; its `context_prefix` stands in front.
-        tokenizer: the tokenizer saved with it, see `text_tokenizer`.
-        document: the text.
-    """
+    """Return the token ids of a document as the checkpoint was trained to compress it."""
     return passages_ids(config, tokenizer, [document])[0][0]
 
 
@@ -44,13 +38,7 @@ def decoder_document_ids(
     document: str | Sequence[str],
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Return a document's ids for `full_context_ids`: what opens a text is the prompt's, or a task token follows.
-
-    Args:
-        config, tokenizer: as in `document_ids`.
-        document: the text, or its passages.
-        max_tokens: most tokens of it, with those that open it; `None` for all.
-    """
+    """Return a document's ids for `full_context_ids`: what opens a text is the prompt's, or a task token follows."""
     passages = cut_passages(passages_ids(config, tokenizer, [document])[0], max_tokens)
     opening = 0 if config.task_token_ids else len(context_opening(config, tokenizer))
     return [token for passage in passages for token in passage[opening:]]
@@ -62,13 +50,7 @@ def passages_ids(
     documents: Sequence[str | Sequence[str]],
     most: int | None = None,
 ) -> list[list[list[int]]]:
-    """Return the token ids of each document's passages, each as a document of its own; a text is one passage.
-
-    Args:
-        config, tokenizer: as in `document_ids`.
-        documents: texts, or lists of passages.
-        most: tokens of each that are wanted, see `encode_all`.
-    """
+    """Return the token ids of each document's passages, each as a document of its own; a text is one passage."""
     passages = [[document] if isinstance(document, str) else list(document) for document in documents]
     # Tokenized apart, as in training.
     start = _document_start(config, tokenizer)
@@ -91,13 +73,7 @@ def _document_start(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 def cut_passages(
     passages: Sequence[Sequence[int]], num_tokens: int | None, keeps_end: bool = False
 ) -> list[list[int]]:
-    """Return the first or last tokens of a document's passages, without passages of which none is left.
-
-    Args:
-        passages: token ids.
-        num_tokens: most tokens of all passages together; `None` for all.
-        keeps_end: whether the last tokens stay, and not the first.
-    """
+    """Return the first or last tokens of a document's passages, without passages of which none is left."""
     left, kept = num_tokens, []
     for passage in reversed(passages) if keeps_end else passages:
         if left is not None:
@@ -112,19 +88,9 @@ def question_ids(
 ) -> list[int]:
     """Return the token ids that stand between a memory and the answer.
 
-    Args:
-        config: a compressor's configuration.
-        tokenizer: the tokenizer saved with it, see `text_tokenizer`.
-        question: the question.
-        prompt: text with `{question}` in it; the configuration's `question_prompt` when `None`.
-
     Returns:
         The start token, [LM] where the method has it and else BOS or nothing, as its configuration says, and the
         prompt; in a chat the filled template around it, without what the memory stands for.
-
-    Raises:
-        TypeError: `prompt` is no text.
-        ValueError: `prompt` does not hold `{question}` exactly once.
     """
     head, tail = _around_document(config, tokenizer, question, prompt)
     return tail if config.opens_context else [*head, *tail]
@@ -137,12 +103,7 @@ def full_context_ids(
     question: str,
     prompt: str | None = None,
 ) -> list[int]:
-    """Return the ids of a question behind the whole document, as a checkpoint's decoder reads it without a memory.
-
-    Args:
-        config, tokenizer, question, prompt: as in `question_ids`.
-        document_ids: token ids of the document, see `decoder_document_ids`.
-    """
+    """Return the ids of a question behind the whole document, as a checkpoint's decoder reads it without a memory."""
     head, tail = _around_document(config, tokenizer, question, prompt)
     return _with_document(config, tokenizer, head, document_ids, tail)
 
@@ -178,13 +139,7 @@ def start_ids(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, head: Sequence[int], task: str = "continuation"
 ) -> list[int]:
     """Return what a text behind slots starts with: the method's task token, or else the template's opening in a chat
-    and elsewhere BOS, or nothing where `config.bos_before_text` is false.
-
-    Args:
-        config, tokenizer: as in `document_ids`.
-        head: of `PromptIds`.
-        task: "reconstruction" starts with [AE] where the method has it, everything else with [LM].
-    """
+    and elsewhere BOS, or nothing where `config.bos_before_text` is false."""
     token = config.reconstruction_token_id if task == "reconstruction" else config.continuation_token_id
     if token is not None:
         has_bos = config.bos_before_task_token and not head
@@ -212,18 +167,7 @@ def message_ids(
     messages: str | Sequence[Mapping[str, str]],
     document_ids: Sequence[int] | None = None,
 ) -> list[int]:
-    """Return the token ids of a conversation behind a memory, or behind a whole document.
-
-    Args:
-        config, tokenizer: as in `document_ids`.
-        messages: a question, or messages with `role` and `content`. A single message of the user is a question, too,
-            and stands in the checkpoint's own prompt; a longer conversation in the tokenizer's chat template.
-        document_ids: token ids of the document that is read in place of a memory, see `decoder_document_ids`.
-
-    Raises:
-        ValueError: messages that are none, that do not end with the user's, or a conversation for a tokenizer without
-            a chat template.
-    """
+    """Return the token ids of a conversation behind a memory, or behind a whole document."""
     if not isinstance(messages, str):
         messages = list(messages)
         for message in messages:

@@ -34,12 +34,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int | None = None) -> list[list[int]]:
-    """`encode` of several texts, on all cores where the tokenizer is a fast one.
-
-    Args:
-        tokenizer, texts: as in `encode`.
-        most: tokens of each that are wanted; of a long text more are read than these, and not all.
-    """
+    """`encode` of several texts, on all cores where the tokenizer is a fast one."""
     if most is not None:
         size = _CHARACTERS_PER_TOKEN * (most + _MORE_TOKENS)
         starts = encode_all(tokenizer, [text[:size] for text in texts])
@@ -96,12 +91,7 @@ def leave_out_bos(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase, splits: bool = True) -> PreTrainedTokenizerBase:
-    """A copy for data: where a document says "[AE]" or "</s>", these are characters and not the special token.
-
-    Args:
-        tokenizer: the tokenizer; calls of it with truncation or padding leave the copy as it is.
-        splits: `False` leaves special tokens special.
-    """
+    """A copy for data: where a document says "[AE]" or "</s>", these are characters and not the special token."""
     copied = copy.deepcopy(tokenizer)
     copied.split_special_tokens = splits
     backend = _backend(copied)
@@ -118,12 +108,7 @@ def words_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase, prefix: str) -> list[int]:
-    """Token ids of what stands in front of every context: special tokens are special in it, unlike in documents.
-
-    Args:
-        tokenizer: of the documents, see `text_tokenizer`.
-        prefix: such as a heading, or the learned tokens of a prompt-tuned bound.
-    """
+    """Token ids of what stands in front of every context: special tokens are special in it, unlike in documents."""
     return encode(kept_text_tokenizer(tokenizer, False), prefix) if prefix else []
 
 
@@ -136,16 +121,7 @@ def kept_text_tokenizer(tokenizer: PreTrainedTokenizerBase, splits: bool = True)
 
 
 def check_texts(name: str, texts: Sequence[Any]) -> None:
-    """Every text must be a `str` that can be written as UTF-8.
-
-    Args:
-        name: what the error calls them.
-        texts: what should be texts.
-
-    Raises:
-        TypeError: another thing than a text.
-        ValueError: half of a character, a lone surrogate, which no tokenizer reads.
-    """
+    """Every text must be a `str` that can be written as UTF-8."""
     for text in texts:
         if not isinstance(text, str):
             raise TypeError(f"`{name}` must be a text or a list of texts, got {text!r}")

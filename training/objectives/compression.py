@@ -49,13 +49,7 @@ def trainer_arguments(
     collator_class: type[CompressionCollator] = CompressionCollator,
     **collator_arguments: Any,
 ) -> dict[str, Any]:
-    """Return what every trainer of tokenized examples takes: model, data sets, collator and tokenizer.
-
-    Args:
-        model: a compressor, or the language model of a teacher.
-        mode: of the collator.
-        collator_arguments: what this collator takes beside the arguments of `CompressionCollator`.
-    """
+    """Return what every trainer of tokenized examples takes: model, data sets, collator and tokenizer."""
     config, context_tokenizer, texts = model.config, None, tokenizer
     settings: dict[str, Any] = {"batch_size": args.per_device_train_batch_size}
     if data_args.prompt_format == "chat":

@@ -75,14 +75,7 @@ def word_labels(scores: Tensor, offsets: Sequence[Sequence[int]], text: str) -> 
 def labelled_texts(
     teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str]], file: Path
 ) -> list[dict[str, Any]]:
-    """Return the texts with the labels of their words; those of an earlier run are in the file, and new ones go there.
-
-    Args:
-        teacher: a compressor of ranked key/values.
-        tokenizer: the teacher's.
-        texts: each with its document.
-        file: JSON lines.
-    """
+    """Return the texts with the labels of their words, which are read from a file or added to it."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     known = {row["text"]: row for row in map(json.loads, lines)}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -134,14 +127,7 @@ def _is_letter(piece: str) -> bool:
 def student(
     base: str, texts: Sequence[str], num_hidden_layers: int | None = None, vocab_size: int | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a token classifier of the labels drop and keep on an encoder's first layers and most frequent pieces.
-
-    Args:
-        base: folder or Hub id of an encoder such as all-MiniLM-L6-v2.
-        texts: whose pieces are counted.
-        num_hidden_layers: layers that stay; all by default.
-        vocab_size: pieces that stay; all by default.
-    """
+    """Return a token classifier of the labels drop and keep on an encoder's first layers and most frequent pieces."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     labels = {"id2label": {0: "drop", 1: "keep"}, "label2id": {"drop": 0, "keep": 1}}
     layers = {} if num_hidden_layers is None else {"num_hidden_layers": num_hidden_layers}
@@ -202,11 +188,7 @@ class KeepDropTrainer(BaseTrainer):
 
 
 def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> KeepDropTrainer:
-    """Return the trainer of a recipe: `teacher` labels `label_texts` texts, and a classifier on `base` learns them.
-
-    Raises:
-        ValueError: no base, no teacher, or a teacher without scores.
-    """
+    """Return the trainer of a recipe: `teacher` labels `label_texts` texts, and a classifier on `base` learns them."""
     if model_args.base is None or model_args.teacher is None:
         raise ValueError("keep_drop needs base, an encoder, and teacher, a checkpoint of ranked_key_values")
     teacher = load_from_place(model_args.teacher, dtype=model_args.dtype or "auto").to(args.device).eval()

@@ -38,8 +38,6 @@ def contrastive_loss(
         scores: `(num_queries, num_documents)`; query i belongs to the document `first_document + i`.
         query_keys: `(num_documents,)`, equal for equal queries: those that the documents belong to.
         document_keys: `(num_documents,)`, equal for equal documents.
-        first_document: place of the first query's document.
-        temperature: scores are divided by it.
     """
     own = first_document + torch.arange(len(scores), device=scores.device)
     same = (query_keys[own, None] == query_keys) | (document_keys[own, None] == document_keys)
