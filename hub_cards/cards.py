@@ -308,6 +308,10 @@ def _notes(report: EvaluationReport) -> list[str]:
     if any(row.condition in (NO_CONTEXT, FULL_CONTEXT) for row in report.rows):
         notes.append(f"The reader without compression is {reader}.")
     notes.append("Perplexity is better when lower.")
+    full = [row.costs for row in report.rows if row.condition == FULL_CONTEXT]
+    sizes = [costs["memory_bytes"] for costs in full if "memory_bytes" in costs]
+    if sizes:
+        notes.append(f"A text has {sum(sizes) / len(sizes) / 1000:,.1f} kB on average; `kB` is what its memory takes.")
     if any(row.intervals for row in report.rows):
         notes.append("In brackets: 95 % bootstrap intervals over documents.")
     window = report.settings.get("context_tokens")

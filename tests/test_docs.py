@@ -71,6 +71,12 @@ def test_links_lead_to_files_and_headings():
                 assert heading in names, f"{page}.md links to {target}#{heading}"
 
 
+def test_guides_that_ask_show_the_full_texts_answer_too():
+    guides = [DOCS / f"{page}.md" for page in ("use", "corpus", "server", "frameworks", "demo", "serve", "train")]
+    for path in (pages.README, *guides):
+        assert re.search(r"full_text|--full-text|full text", path.read_text(encoding="utf-8")), path
+
+
 @pytest.mark.slow
 def test_the_page_on_the_demo_runs(workplace: Path):
     names, _ = pages.run_page(DOCS / "demo.md")

@@ -150,6 +150,7 @@ def test_a_compressors_card_holds_its_training(root: Path):
         "| tales | not stated | continuation, reconstruction |",
         "Samples a row: 2, drawn by seed 0.",
         "windows of at most 16 tokens",
+        "kB on average; `kB` is what its memory takes.",
         "Out of domain (no part of the data set was trained on): tales.",
         "| Base model | base |",
         *(f"- {limit}" for limit in LIMITS),
