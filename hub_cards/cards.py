@@ -17,6 +17,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from ..configuration.configuration_compressor import RETRIEVAL_LOADER, CompressorConfig
+from ..data.published_sets import PUBLISHED_SETS
 from ..data.retrieval_sources import RetrievalSource
 from ..data.sources import DataSource
 from ..evaluation.plots import plot_quality_by_ratio
@@ -79,6 +80,7 @@ def write_card(
     model_id: str | None = None,
     recipe: str | None = None,
     license: str = "apache-2.0",
+    new_version: str | None = None,
 ) -> Path:
     """Write `README.md` of a checkpoint folder from its configuration, its training's record, and its scores.
 
@@ -93,6 +95,7 @@ def write_card(
         recipe: the recipe that was run, such as `embedded/icae.yaml`: the card names it, and takes from it the
             licenses, titles and Hub ids that the folder's own `recipe.yaml`, or an earlier stage's, leaves out.
         license: license of the weights, as the Hub writes it.
+        new_version: repository of the checkpoint that replaces this one.
 
     Returns:
         the card's path.
@@ -124,6 +127,7 @@ def write_card(
         notes=[notes, *pictures],
         datasets=datasets,
         license=license,
+        new_version=new_version,
     )
     path = folder / "README.md"
     path.write_text(text, encoding="utf-8")
@@ -140,6 +144,7 @@ def model_card(
     notes: Sequence[str] = (),
     datasets: Sequence[str] = (),
     license: str = "apache-2.0",
+    new_version: str | None = None,
 ) -> str:
     """Write the card of a compressor: metadata for the Hub, use, scores, training, limits, method, citation.
 
@@ -152,6 +157,7 @@ def model_card(
         notes: paragraphs below the table of scores.
         datasets: ids on the Hub of what it was trained on.
         license: license of the weights, as the Hub writes it.
+        new_version: repository of the checkpoint that replaces this one.
 
     Raises:
         ValueError: no limits, or a score at a ratio that the checkpoint lacks.
@@ -177,6 +183,7 @@ def model_card(
         library_name="transformers",
         pipeline_tag="feature-extraction" if is_retrieval else "text-generation",
         eval_results=list(map(_eval_result, scores)) or None,
+        **({"new_version": new_version} if new_version else {}),
     )
     parts = [f"## {name}\n\n{text}" for name, text in sections.items()]
     opening = (title, summary_of(config), facts(config), usage(config, model_id))
@@ -228,7 +235,7 @@ def _eval_result(score: Score) -> EvalResult:
     return EvalResult(
         task_type=_HUB_TASKS.get(score.task, "text-generation"),
         task_name=score.task.replace("_", " ").capitalize() if is_known else "Text generation",
-        dataset_type=score.dataset.lower().replace(" ", "_"),
+        dataset_type=_hub_name(score.dataset.lower().replace(" ", "_")),
         dataset_name=score.dataset,
         metric_type=score.metric.lower().replace(" ", "_"),
         metric_name=f"{name}, ratio {score.ratio}",
@@ -442,5 +449,8 @@ def _data_row(source: _Source, named: Sequence[_Source]) -> tuple[str, str, str,
 
 
 def _hub_name(name: str | None) -> str | None:
-    """A data set's name on the Hub; `None` for a folder, which a training records as one."""
-    return None if name is None or name.startswith((".", "/", "~")) else name
+    """A data set's id on the Hub, also where it is called by its short name; `None` for a folder, which a training
+    records as one."""
+    if name is None or name.startswith((".", "/", "~")):
+        return None
+    return PUBLISHED_SETS[name].hub or name if name in PUBLISHED_SETS else name

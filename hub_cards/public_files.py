@@ -25,7 +25,8 @@ _WRITTEN = (
     ),
     *("model*.safetensors", "adapter_model.safetensors", "*.py", "*.jinja"),
     *(*_VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("training_summary.json", "training_documents.json", "recipe.yaml", "README.md", "*.png"),
+    *("training_summary.json", "training_documents.json", "recipe.yaml", "requirements.txt"),
+    *("README.md", "*.png"),
     *("LICEN[CS]E", "LICEN[CS]E*.txt", "LICEN[CS]E*.md", "NOTICE", "NOTICE*.txt", "NOTICE*.md", "USE_POLICY*"),
 )
 # Of the Hub itself, which detect-secrets does not know.

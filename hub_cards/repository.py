@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _LICENSE_FILES = ("LICEN[CS]E*", "NOTICE*", "USE_POLICY*")
+# Labels of a text compressor, which needs no code.
+_KEEP_DROP = {"0": "drop", "1": "keep"}
 
 
 def build_repository(
@@ -51,6 +53,8 @@ def build_repository(
     """
     from transformers.utils import logging
 
+    from ..configuration.configuration_compressor import CompressorConfig
+    from ..modeling.checkpoint.checkpoint_card import write_first_card
     from ..modeling.checkpoint.pretrained_bases import base_place
 
     logger = logging.get_logger(__name__)
@@ -70,9 +74,12 @@ def build_repository(
             shutil.copyfile(checkpoint / path, folder / path)
         if weights != "saved":
             _convert(checkpoint, folder, weights, base_model, local_files_only)
-        config = _config(folder)
-        _complete_code(config, folder)
-        _complete_card(config, folder, license, _base_folder(config, base_model, local_files_only))
+        config, base = _config(folder), None
+        if isinstance(config, CompressorConfig):
+            _complete_code(config, folder)
+            write_first_card(config, folder)
+            base = _base_folder(config, base_model, local_files_only)
+        _complete_card(config, folder, license, base)
         check_files(folder, include)
         for path in list(folder.iterdir()):
             path.rename(target / path.name)
@@ -93,6 +100,8 @@ def _config(folder: Path) -> PreTrainedConfig:
     if not isinstance(fields, dict):
         raise ValueError(f"{folder / 'config.json'} must be a mapping of fields, got {fields!r:.40}")
     method = fields.get("model_type")
+    if fields.get("id2label") == _KEEP_DROP:
+        return AutoConfig.from_pretrained(folder)
     if "compression_ratios" not in fields:
         raise ValueError(f"{folder} holds a model of type {method!r}, not a context compressor")
     config = (AutoConfig if method in CONFIG_MAPPING else CompressorConfig).from_pretrained(folder)
@@ -129,7 +138,7 @@ def _convert(checkpoint: Path, target: Path, weights: str, base_model: str | Non
 
 
 def _complete_code(config: PreTrainedConfig, folder: Path) -> None:
-    """Write the code beside the weights, unless the checkpoint brought its own."""
+    """Write the code beside the weights, unless the checkpoint brought its own, and the handler of an endpoint."""
     from transformers.dynamic_module_utils import get_relative_imports
 
     from ..modeling.checkpoint.remote_code import write_code
@@ -140,6 +149,9 @@ def _complete_code(config: PreTrainedConfig, folder: Path) -> None:
     outside = [name for file in folder.glob("*.py") for name in get_relative_imports(file) if name.startswith(".")]
     if outside:
         raise ValueError(f"the code imports .{outside[0]} from outside the folder: save the checkpoint again")
+    if config.auto_class == "AutoModelForCausalLM" and not (folder / "handler.py").exists():
+        shutil.copyfile(Path(__file__).with_name("handler.py"), folder / "handler.py")
+        (folder / "requirements.txt").write_text("peft>=0.19\ntransformers>=5.17\n", encoding="utf-8")
 
 
 def _base_folder(config: PreTrainedConfig, base_model: str | None, local_files_only: bool) -> Path | None:
@@ -171,9 +183,8 @@ def _complete_card(config: PreTrainedConfig, folder: Path, license: str | None, 
     import yaml
     from huggingface_hub import ModelCard
 
-    from ..modeling.checkpoint.checkpoint_card import write_first_card
-
-    write_first_card(config, folder)
+    if not (folder / "README.md").is_file():
+        raise ValueError(f"a text compressor's card is written by hand: {folder.name} has no README.md")
     try:
         card = ModelCard.load(folder / "README.md")
     except yaml.YAMLError as error:

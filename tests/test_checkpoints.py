@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeli
 import context_compressors.modeling  # noqa: F401  (makes the Auto classes know this package's methods)
 from context_compressors import CompressionCollator, CompressionDataset, MeanPoolingForCausalLM
 from context_compressors.data.document_ids import TrainingDocuments
+from context_compressors.hub_cards import handler
 from context_compressors.hub_cards.repository import build_repository
 from context_compressors.modeling.checkpoint.checkpoint_card import facts, usage
 from context_compressors.modeling.checkpoint.remote_code import write_code
@@ -49,6 +50,7 @@ def test_the_code_beside_published_weights_is_the_code_of_the_package(folder: Pa
     config = AutoConfig.from_pretrained(folder)
     write_code(AutoModelForCausalLM._model_mapping[type(config)], type(config), tmp_path)
     saved = {name: content for name, content in files(folder).items() if name.endswith(".py")}
+    assert saved.pop("handler.py") == Path(handler.__file__).read_bytes()
     assert saved == files(tmp_path), "write it again: remote_code.write_code(model_class, config_class, FOLDER)"
 
 
@@ -61,11 +63,14 @@ def test_a_published_card_says_what_the_configuration_does(folder: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", [*FOLDERS, TEXT_COMPRESSOR], ids=lambda folder: folder.name)
 def test_a_published_checkpoint_is_small_and_fit_for_the_hub(folder: Path, tmp_path: Path):
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "recipe.yaml"} <= set(files(folder))
-    assert (folder / "model.safetensors").stat().st_size <= 12 * MIB
-    assert huggingface_hub.ModelCard.load(folder / "README.md").data.license
+    assert (folder / "model.safetensors").stat().st_size <= 24 * MIB
+    card = huggingface_hub.ModelCard.load(folder / "README.md").data
+    assert card.license == "apache-2.0"
+    assert card.base_model_relation == ("finetune" if folder == TEXT_COMPRESSOR else "adapter")
+    assert all("/" in name for name in (*card.datasets, *(result.dataset_type for result in card.eval_results or ())))
     assert files(build_repository(folder, tmp_path / "built", local_files_only=True)) == files(folder)
 
 
@@ -86,7 +91,6 @@ def test_the_text_compressor_is_small_and_loads_with_a_stock_pipeline():
     names = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert names | {"recipe.yaml", "training_summary.json", "training_documents.json"} == set(files(TEXT_COMPRESSOR))
     assert sum(map(len, files(TEXT_COMPRESSOR).values())) <= 25_000_000
-    assert huggingface_hub.ModelCard.load(TEXT_COMPRESSOR / "README.md").data.license == "apache-2.0"
     found = pipeline("token-classification", model=str(TEXT_COMPRESSOR))("The museum opened in 1974.")
     assert {entry["entity"] for entry in found} <= {"keep", "drop"}
 

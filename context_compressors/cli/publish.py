@@ -38,6 +38,7 @@ _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
         "--recipe", metavar="RECIPE", help="recipe that was run: names it, and gives licenses the run did not record"
     ),
     argument("--license", default="apache-2.0", metavar="ID", help="license of the weights (default: %(default)s)"),
+    argument("--new-version", metavar="NAME", help="repository of the checkpoint that replaces this one"),
     examples="""
 context-compressors publish card outputs/my-compressor --scores results.json --limit "It has read English only."
 context-compressors publish card outputs/icae --scores generated.json books.json --recipe embedded/icae.yaml \\
@@ -55,6 +56,7 @@ def card(arguments: argparse.Namespace) -> None:
         model_id=arguments.model_id,
         recipe=arguments.recipe,
         license=arguments.license,
+        new_version=arguments.new_version,
     )
     print(f"wrote {path}")
 

@@ -77,8 +77,12 @@ def hub_fields(config: CompressorConfig) -> dict[str, Any]:
     # On the Hub the base of a fine-tuned model is the model that it was fine-tuned from.
     names = (config.parent_model_name_or_path, config.base_model_name_or_path)
     kind = "late-interaction" if config.auto_class == RETRIEVAL_LOADER else "soft-prompt"
+    base = next((name for name in names if is_hub_id(name)), None)
+    # A light checkpoint has no weights of the base; of another one the Hub itself says that it was fine-tuned.
+    relation = {"base_model_relation": "adapter"} if base and config.external_weights is not None else {}
     return {
-        "base_model": next((name for name in names if is_hub_id(name)), None),
+        "base_model": base,
+        **relation,
         "tags": ["context-compression", kind, config.method.replace("_", "-")],
     }
 

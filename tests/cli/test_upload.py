@@ -71,7 +71,7 @@ def test_a_folder_loads_and_two_runs_give_the_same_bytes(checkpoint, tmp_path):
     second = build_repository(checkpoint, tmp_path / "second", license="mit")
     assert contents(first) == contents(second)
     assert contents(checkpoint) == before
-    assert set(contents(first)) == set(before)
+    assert set(contents(first)) == {*before, "handler.py", "requirements.txt"}
     ids = torch.arange(5, 15)[None]
     found, expected = (AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (first, checkpoint))
     assert found.equal(expected)
@@ -103,7 +103,7 @@ def test_missing_code_and_card_are_written(checkpoint, tmp_path):
     for path in [*checkpoint.glob("*.py"), checkpoint / "README.md"]:
         path.unlink()
     built = contents(build_repository(checkpoint, tmp_path / "built", license="mit"))
-    assert set(built) == set(expected)
+    assert set(built) == {*expected, "handler.py", "requirements.txt"}
     assert all(built[name] == data for name, data in expected.items() if name.endswith(".py"))
     assert b"license: mit" in built["README.md"]
 

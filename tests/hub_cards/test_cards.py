@@ -37,8 +37,12 @@ def card(**changes: object) -> str:
 
 
 def test_metadata_is_read_back_by_the_hub_library():
-    data = ModelCard(card()).data
-    assert data.base_model == "org/base"
+    light = config(external_weights={"decoder": {"repo_id": "org/base"}})
+    data = ModelCard(card(config=light, datasets=["rajpurkar/squad"], new_version="me/better")).data
+    assert (data.base_model, data.base_model_relation, data.new_version) == ("org/base", "adapter", "me/better")
+    assert data.datasets == ["rajpurkar/squad"]
+    assert [result.dataset_type for result in data.eval_results] == ["rajpurkar/squad", "openstax"]
+    assert not hasattr(ModelCard(card()).data, "base_model_relation")
     assert data.library_name == "transformers"
     assert data.license == "apache-2.0"
     assert data.tags == ["context-compression", "soft-prompt", "mean-pooling"]

@@ -4,8 +4,10 @@
 import contextlib
 import io
 import re
+import runpy
 import shutil
 import socket
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,19 @@ def address(folder: Path, outside: list):
         options = ["--max-tokens", str(MOST_TOKENS), "--dtype", "float32"]
         assert cli.main(["demo", str(folder), *options]) == 0
         yield re.search(r"open (http://127\.0\.0\.1:\d+/?) in a browser", printed.getvalue())[1]
+    gradio.close_all()
+
+
+def test_the_space_serves_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setattr(gradio.Blocks, "block_thread", lambda self: None)
+    monkeypatch.setenv("MODEL", str(folder))
+    monkeypatch.setenv("PORT", str(port))
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(Path(__file__).parents[2] / "space" / "app.py"), run_name="__main__")
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}") as answer:
+        assert "gradio" in answer.read().decode()
     gradio.close_all()
 
 
