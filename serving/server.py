@@ -31,10 +31,11 @@ except ImportError as error:
 from ..corpus.memory_store import MemoryStore
 from ..modeling.compressor.context_compression_qa import MAX_NEW_TOKENS, ContextCompressionQAPipeline
 from ..modeling.memory.compressed_context import CompressedContext
+from .passages import passage_of
 from .server_engine import Engine, Job, ServerError, in_time, stopping
 from .server_jobs import Answer, AnswerJob, CompressionJob, Sampling, ServedModel
 from .server_memories import ProcessMemories, StoredMemories
-from .server_requests import ChatRequest, MemoriesRequest, MemoryPart
+from .server_requests import EXPAND_TOOL, ChatRequest, ExpandRequest, MemoriesRequest, MemoryPart
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 # Memories of a chat that are read before their slots are counted.
@@ -335,6 +336,21 @@ def _routes(server: _Server) -> fastapi.FastAPI:
         server.find_memories([memory_id])
         server.model.memories.delete(memory_id)
         return {"id": memory_id, "object": "memory", "deleted": True}
+
+    @app.get("/v1/tools")
+    async def tools() -> dict[str, Any]:
+        return {"object": "list", "data": [EXPAND_TOOL]}
+
+    @app.post("/v1/tools/expand")
+    def expand(body: ExpandRequest) -> dict[str, Any]:
+        server.find_memories([body.memory_id])
+        text = server.model.memories.text(body.memory_id)
+        if text is None:
+            raise ServerError(404, f"the text of {body.memory_id!r} was not kept", "text_not_found", "memory_id")
+        return {
+            "memory_id": body.memory_id,
+            **passage_of(body.memory_id, text, **body.model_dump(exclude={"memory_id"})),
+        }
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: fastapi.Request) -> Any:

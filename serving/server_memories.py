@@ -29,7 +29,7 @@ class ProcessMemories:
     def __init__(self, max_bytes: int):
         self.max_bytes, self.nbytes = max_bytes, 0
         # In the order in which they were made.
-        self._memories: dict[str, CompressedContext] = {}
+        self._memories: dict[str, tuple[CompressedContext, str]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -44,26 +44,37 @@ class ProcessMemories:
         self, ids: Sequence[str], rows: Sequence[CompressedContext], texts: Sequence[str]
     ) -> Sequence[CompressedContext]:
         """Keep memories of one row each; they come back as they are kept."""
-        if (size := sum(row.nbytes for row in rows)) > self.max_bytes:
+        kept = list(zip(rows, texts, strict=True))
+        if (size := sum(map(_size, kept))) > self.max_bytes:
             raise ValueError(f"{len(ids)} memories of {size:,} bytes: this server keeps {self.max_bytes:,} in all")
         with self._lock:
-            self._memories.update(zip(ids, rows, strict=True))
+            self._memories.update(zip(ids, kept, strict=True))
             self.nbytes += size
             while self.nbytes > self.max_bytes:
-                self.nbytes -= self._memories.pop(next(iter(self._memories))).nbytes
+                self.nbytes -= _size(self._memories.pop(next(iter(self._memories))))
         return rows
 
     def get(self, ids: Sequence[str]) -> dict[str, CompressedContext]:
         """Those of some memories that are there, of one row each."""
         with self._lock:
-            return {name: self._memories[name] for name in ids if name in self._memories}
+            return {name: self._memories[name][0] for name in ids if name in self._memories}
+
+    def text(self, memory_id: str) -> str | None:
+        """The text that a memory was made of."""
+        with self._lock:
+            return self._memories[memory_id][1] if memory_id in self._memories else None
 
     def delete(self, memory_id: str) -> bool:
         """Whether there was such a memory, which is gone now."""
         with self._lock:
-            memory = self._memories.pop(memory_id, None)
-            self.nbytes -= 0 if memory is None else memory.nbytes
-            return memory is not None
+            kept = self._memories.pop(memory_id, None)
+            self.nbytes -= 0 if kept is None else _size(kept)
+            return kept is not None
+
+
+def _size(kept: tuple[CompressedContext, str]) -> int:
+    """Bytes of a memory and its text."""
+    return kept[0].nbytes + len(kept[1].encode())
 
 
 class StoredMemories:
@@ -102,6 +113,12 @@ class StoredMemories:
             table = self.store.read(there)
         # Not together: each would be padded to the longest.
         return {name: memory_of_columns(table.take([row]), self.store.form) for row, name in enumerate(there)}
+
+    def text(self, memory_id: str) -> str | None:
+        """The text that a memory was made of; `None` where the store has none."""
+        with self._lock:
+            self.store.refresh()
+            return self.store.known_texts([memory_id]).get(memory_id)
 
     def delete(self, memory_id: str) -> bool:
         """Whether there was such a memory, which is gone now."""

@@ -35,6 +35,26 @@ class MemoriesRequest(_Fields):
     model: str | None = None
 
 
+class ExpandRequest(_Fields):
+    """`POST /v1/tools/expand`: the arguments of the tool `expand`, as a model writes them."""
+
+    memory_id: Annotated[_Text, Field(description="The memory's id.")]
+    containing: Annotated[str, Field(description="Words around whose first place the passage is.")] = ""
+    start: Annotated[int, Field(ge=0, description="Character that the passage, or the search, starts at.")] = 0
+    length: Annotated[int, Field(ge=1, le=20_000, description="Characters of the passage.")] = 2000
+
+
+# As `tools` of a chat takes it.
+EXPAND_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "expand",
+        "description": "Read a passage of the text that a memory was made of, before quoting or relying on its words.",
+        "parameters": ExpandRequest.model_json_schema(),
+    },
+}
+
+
 class TextPart(_Fields):
     """Words of a message."""
 

@@ -2041,9 +2041,16 @@ _ALWAYS = ("attention_mask", "position_ids", "num_context_tokens")
 _SOMETIMES = ("embeddings", "scales", "inverse_frequencies", "question_fingerprints", *PAIR_FIELDS)
 
 
+def text_source(place: str, text: str) -> str:
+    """Where a text is and the hash of its UTF-8, as a memory's `source` has both: "PLACE sha256:HEX"."""
+    return f"{place} sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
 def file_parts(memory: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a `CompressedContext`, as [`write_memory_file`] takes them."""
     metadata = {"model_id": memory.model_id, "position_layout": memory.position_layout, "carrier": memory.carrier}
+    if memory.source:
+        metadata["source"] = memory.source
     if not isinstance(memory.ratio, Tensor):
         metadata["ratio"] = str(memory.ratio)
     tensors = {name: getattr(memory, name) for name in (*_ALWAYS, *_SOMETIMES, "ratio")}
@@ -2067,7 +2074,8 @@ def fields_of_file(tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict
                 # The first missing layer ends this, however many a header names.
                 fields[name] = tuple((tensors[keys], tensors[values]) for keys, values in names)
     fields["ratio"] = tensors["ratio"] if "ratio" in tensors else int(metadata["ratio"])
-    return {**fields, "model_id": metadata["model_id"], "position_layout": metadata["position_layout"]}
+    names = {name: metadata[name] for name in ("model_id", "position_layout")}
+    return {**fields, **names, "source": metadata.get("source", "")}
 
 
 def write_memory_file(path: str | os.PathLike, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -2622,6 +2630,7 @@ def concatenate_memories(given: Iterable[Memory]) -> Memory:
         position_ids=position_ids,
         num_context_tokens=total_tokens,
         ratio=_common_ratio(memories, total_tokens, mask.sum(dim=1)),
+        source="",
         maker=_maker(memories),
     )
 
@@ -2648,7 +2657,7 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
     if not all(isinstance(ratio, int) and ratio == ratios[0] for ratio in ratios):
         each = [torch.as_tensor(memory.ratio, device=first.device).expand(len(memory)) for memory in memories]
         fields["ratio"] = torch.cat(each)
-    return replace(first, **fields, maker=_maker(memories))
+    return replace(first, **fields, source="", maker=_maker(memories))
 
 
 def _of_pairs(memories: Sequence[Memory], joined: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor | None]:
@@ -2786,6 +2795,7 @@ class CompressedContext:
     scales: Tensor | KeyValues | None = None
     head_ids: Tensor | None = None
     coarsest_ratios: Tensor | None = None
+    source: str = ""
     maker: weakref.ref | None = field(default=None, repr=False)
     slot_counts: list[int] = field(default_factory=list, init=False, repr=False)
     check: InitVar[bool] = True
@@ -3220,6 +3230,7 @@ class ContextCompressionQAPipeline(Pipeline):
         allow_untrained_ratio: bool = False,
         batch_size: int | None = None,
         show_progress_bar: bool = False,
+        source: str | None = None,
     ) -> CompressedContext | list[CompressedContext]:
         """Compress texts as the checkpoint was trained to read them, in batches of similar length."""
         batch_size = self._size(batch_size)
@@ -3246,6 +3257,10 @@ class ContextCompressionQAPipeline(Pipeline):
         memories = [self._memory_class.stack(of_ratio) for of_ratio in zip(*parts, strict=True)]
         if len(parts) > 1:
             memories = [memory.rows(torch.tensor(order).argsort()) for memory in memories]
+        if source is not None:
+            if not isinstance(documents, str):
+                raise TypeError("`source` is the place of a single text: compress each document by itself")
+            memories = [replace(memory, check=False, source=text_source(source, documents)) for memory in memories]
         return memories if isinstance(ratio, (list, tuple)) else memories[0]
 
     def compress_ids(

@@ -7,6 +7,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import Pipeline, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..memory.compressed_context import CompressedContext
+from ..memory.memory_file import text_source
 from ..memory.memory_validation import is_memory
 from ..parts.length_batches import batches_in_order, length_batches
 from ..parts.prompting import (
@@ -163,6 +165,7 @@ class ContextCompressionQAPipeline(Pipeline):
         allow_untrained_ratio: bool = False,
         batch_size: int | None = None,
         show_progress_bar: bool = False,
+        source: str | None = None,
     ) -> CompressedContext | list[CompressedContext]:
         """Compress texts as the checkpoint was trained to read them, in batches of similar length.
 
@@ -172,6 +175,7 @@ class ContextCompressionQAPipeline(Pipeline):
             max_tokens: keep only so many tokens of each, with those that stand in front of it; all if not given.
             batch_size: documents at once; the pipeline's, or 8, if not given.
             show_progress_bar: whether to show one.
+            source: of a single text, where it is: the memory keeps that and the text's hash.
 
         Returns:
             A memory with one row for each document, in their order, or one such memory for each ratio of a list. Rows
@@ -206,6 +210,10 @@ class ContextCompressionQAPipeline(Pipeline):
         memories = [self._memory_class.stack(of_ratio) for of_ratio in zip(*parts, strict=True)]
         if len(parts) > 1:
             memories = [memory.rows(torch.tensor(order).argsort()) for memory in memories]
+        if source is not None:
+            if not isinstance(documents, str):
+                raise TypeError("`source` is the place of a single text: compress each document by itself")
+            memories = [replace(memory, check=False, source=text_source(source, documents)) for memory in memories]
         return memories if isinstance(ratio, (list, tuple)) else memories[0]
 
     def compress_ids(

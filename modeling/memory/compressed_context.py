@@ -70,6 +70,8 @@ class CompressedContext:
         coarsest_ratios: Beside `head_ids`, in uint8 and the same shape: the coarsest ratio at which the pair in each
             place would stay, 255 for that and all above (see `at_ratio`). Slots of one chunk have the same
             `position_ids`. `None` where it is not known.
+        source: Of a memory of one row, where its text is and the text's hash, see [`text_source`]; "" where it is not
+            known, and for joined and stacked memories.
         maker: The compressor in this process that made it, if it still exists; neither saved nor pickled.
         slot_counts: Slots of each row, where a compressor has just made it; neither saved nor handed on.
         check: Whether to check all fields, which waits for the device; a compressor knows what it has made.
@@ -93,6 +95,7 @@ class CompressedContext:
     scales: Tensor | KeyValues | None = None
     head_ids: Tensor | None = None
     coarsest_ratios: Tensor | None = None
+    source: str = ""
     maker: weakref.ref | None = field(default=None, repr=False)
     slot_counts: list[int] = field(default_factory=list, init=False, repr=False)
     check: InitVar[bool] = True

@@ -57,6 +57,7 @@ def concatenate_memories(given: Iterable[Memory]) -> Memory:
         position_ids=position_ids,
         num_context_tokens=total_tokens,
         ratio=_common_ratio(memories, total_tokens, mask.sum(dim=1)),
+        source="",
         maker=_maker(memories),
     )
 
@@ -83,7 +84,7 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
     if not all(isinstance(ratio, int) and ratio == ratios[0] for ratio in ratios):
         each = [torch.as_tensor(memory.ratio, device=first.device).expand(len(memory)) for memory in memories]
         fields["ratio"] = torch.cat(each)
-    return replace(first, **fields, maker=_maker(memories))
+    return replace(first, **fields, source="", maker=_maker(memories))
 
 
 def _of_pairs(memories: Sequence[Memory], joined: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor | None]:

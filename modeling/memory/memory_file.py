@@ -28,9 +28,16 @@ _ALWAYS = ("attention_mask", "position_ids", "num_context_tokens")
 _SOMETIMES = ("embeddings", "scales", "inverse_frequencies", "question_fingerprints", *PAIR_FIELDS)
 
 
+def text_source(place: str, text: str) -> str:
+    """Where a text is and the hash of its UTF-8, as a memory's `source` has both: "PLACE sha256:HEX"."""
+    return f"{place} sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
 def file_parts(memory: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a `CompressedContext`, as [`write_memory_file`] takes them."""
     metadata = {"model_id": memory.model_id, "position_layout": memory.position_layout, "carrier": memory.carrier}
+    if memory.source:
+        metadata["source"] = memory.source
     if not isinstance(memory.ratio, Tensor):
         metadata["ratio"] = str(memory.ratio)
     tensors = {name: getattr(memory, name) for name in (*_ALWAYS, *_SOMETIMES, "ratio")}
@@ -54,7 +61,8 @@ def fields_of_file(tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict
                 # The first missing layer ends this, however many a header names.
                 fields[name] = tuple((tensors[keys], tensors[values]) for keys, values in names)
     fields["ratio"] = tensors["ratio"] if "ratio" in tensors else int(metadata["ratio"])
-    return {**fields, "model_id": metadata["model_id"], "position_layout": metadata["position_layout"]}
+    names = {name: metadata[name] for name in ("model_id", "position_layout")}
+    return {**fields, **names, "source": metadata.get("source", "")}
 
 
 def write_memory_file(path: str | os.PathLike, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

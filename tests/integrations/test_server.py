@@ -66,6 +66,15 @@ def test_the_openai_client_asks_memories_and_streams_and_reads_what_the_pipeline
         4,
         pipe.compress(TEXTS[0]).num_context_tokens,
     )
+    # The tool, as a model is offered it and as it calls it.
+    (tool,) = running.ask("GET", "/v1/tools")[1]["data"]
+    assert tool["function"]["name"] == "expand"
+    assert tool["function"]["parameters"]["required"] == ["memory_id"]
+    words = TEXTS[0][20:40]
+    passage = running.ask("POST", "/v1/tools/expand", {"memory_id": ids[0], "containing": words, "length": 30})[1]
+    assert passage["text"] == TEXTS[0][passage["start"] : passage["start"] + 30]
+    assert words[:10] in passage["text"]
+    assert running.refusal(404, "POST", "/v1/tools/expand", {"memory_id": "none"})["code"] == "memory_not_found"
     assert running.ask("DELETE", f"/v1/memories/{ids[0]}")[1]["deleted"]
     for method in ("GET", "DELETE"):
         assert running.refusal(404, method, f"/v1/memories/{ids[0]}")["code"] == "memory_not_found"

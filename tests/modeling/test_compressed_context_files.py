@@ -22,10 +22,12 @@ FLOAT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("ratio", [4, torch.tensor([4, 2, 8])])
 def test_a_saved_memory_loads_bit_for_bit(tmp_path, carrier, dtype, ratio):
-    memory = make_memory(carrier=carrier, dtype=dtype, ratio=ratio, layout="uniform")
+    memory = make_memory(carrier=carrier, dtype=dtype, ratio=ratio, layout="uniform", source="a sha256:1")
     memory.save(tmp_path / "new folder" / "document.safetensors")
     loaded = CompressedContext.load(tmp_path / "new folder" / "document.safetensors", model_id="me/compressor")
     assert_same(loaded, memory)
+    assert loaded.source == loaded.to(torch.float64).source == "a sha256:1"
+    assert CompressedContext.concatenate([memory, memory]).source == CompressedContext.stack([memory] * 2).source == ""
     assert os.listdir(tmp_path / "new folder") == ["document.safetensors"]
     loaded.save(tmp_path / "again.safetensors")
     files = tmp_path / "again.safetensors", tmp_path / "new folder" / "document.safetensors"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline "context-compression-qa": the same answers as `compress` and `generate`, however they are asked for."""
 
+import hashlib
 from itertools import chain
 
 import pytest
@@ -164,6 +165,11 @@ def test_memories_are_read_in_place_of_documents(pipe, tmp_path):
     assert pipe(QUESTIONS, memory=paths) == expected
     assert pipe(QUESTIONS, memory=str(paths[1])) == expected[1]
     assert pipe(QUESTIONS[0], memory=[memory.rows(0), str(paths[1])]) == [row[0] for row in expected[:2]]
+    # Where its text is can be kept.
+    digest = hashlib.sha256(DOCUMENTS[0].encode()).hexdigest()
+    assert pipe.compress(DOCUMENTS[0], source="notes/a.txt").source == f"notes/a.txt sha256:{digest}"
+    with pytest.raises(TypeError, match="a single text"):
+        pipe.compress(DOCUMENTS, source="notes")
 
 
 def test_joined_documents_are_read_together_in_order(pipe, tmp_path):
