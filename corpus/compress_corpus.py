@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A collection into a store: rows read, compressed by one process or many, and appended version by version."""
+"""A collection into a store: rows read, compressed by processes of one machine or of many, appended as versions."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import wait as wait_for_end
 from typing import Any
 
@@ -21,7 +22,7 @@ import pyarrow.compute
 from .corpus_compressor import CorpusCompressor
 from .corpus_rows import CorpusColumns, CorpusPart, Row, batches, corpus_parts, read_part
 from .memory_columns import MemoryForm
-from .memory_store import MemoryStore, memory_table
+from .memory_store import MemoryStore
 
 # Rows whose ids are looked up at once in a store that is there.
 _ROWS_AT_ONCE = 10_000
@@ -33,13 +34,10 @@ class CorpusJob:
 
     Args:
         inputs: see [`corpus_parts`].
-        store: the store's place.
+        store: the store's place; rows whose ids it has are left out.
         model: Hub id or folder of a compressor.
         ratio: context tokens per slot, or "auto".
-        dtype: what slots are kept in, see [`MemoryStore.create`].
         columns: names of the inputs' columns.
-        keep_texts: whether the texts are kept beside the memories.
-        resume: go on with a store that is there, and leave out the rows that it has.
         batch_size: rows that a worker takes at once.
         commit_seconds: how long what is done waits until it is written, at the most, on one machine.
         commit_bytes: bytes that are written as one version; the last one of a run has fewer.
@@ -50,82 +48,37 @@ class CorpusJob:
     store: str
     model: str
     ratio: int | str
-    dtype: str = "int8"
     columns: CorpusColumns = field(default_factory=CorpusColumns)
-    keep_texts: bool = True
-    resume: bool = False
     batch_size: int = 256
     commit_seconds: float = 30.0
     commit_bytes: int = 256 << 20
     options: dict[str, Any] = field(default_factory=dict)
 
     def parts(self) -> list[CorpusPart]:
-        """The parts to read, after a look at the store."""
-        parts = corpus_parts(self.inputs, self.columns)
+        """The parts to read; `ValueError` for a store whose memories have another ratio."""
         store = MemoryStore.find(self.store)
-        if store is None:
-            return parts
-        if not self.resume:
-            raise ValueError(f"there is a store {self.store} already: go on with --resume, or take another name")
-        if store.form.dtype != self.dtype:
-            raise ValueError(f"the store {self.store} is in {store.form.dtype!r}, not in {self.dtype!r}")
         # Texts that selected their ratios may have any.
-        others = [ratio for ratio in store.ratios() if self.ratio not in ("auto", ratio)]
-        if others:
+        others = {self.ratio} if store is None or self.ratio == "auto" else store.ratios()
+        if others - {self.ratio}:
             raise ValueError(f"the store {self.store} has memories at ratio {min(others)}, not at {self.ratio}")
-        return parts
+        return corpus_parts(self.inputs, self.columns)
 
     def rows(self, part: CorpusPart, report: CorpusReport | None = None) -> Iterator[Row]:
-        """The rows of a part that the store lacks; those that it has with another text have an error."""
-        rows = read_part(part, self.columns)
-        store = MemoryStore.find(self.store) if self.resume else None
-        if store is None:
-            yield from rows
-            return
+        """The rows of a part that the store lacks; the report counts the others."""
+        rows, store = read_part(part, self.columns), MemoryStore.find(self.store)
         while block := list(itertools.islice(rows, _ROWS_AT_ONCE)):
-            known = store.known_texts([row["id"] for row in block])
-            for row in block:
-                if row["id"] not in known or row["error"]:
-                    yield row
-                elif known[row["id"]] not in (None, row["text"]):
-                    error = "the store has another text with this id: delete it there, or give the rows other ids"
-                    yield {**row, "text": None, "error": error}
-                elif report is not None:
-                    report.num_there += 1
+            stored = [False] * len(block) if store is None else store.contains([row["id"] for row in block])
+            if report is not None:
+                report.num_there += sum(stored)
+            yield from (row for row, is_there in zip(block, stored, strict=True) if not is_there)
 
-    def compressor(self, device: str = "auto") -> RowCompressor:
-        """What a worker runs, with the model on a device; on an accelerator, if there is one, with "auto"."""
-        compressor = CorpusCompressor(self.model, self.ratio, memory_dtype=self.dtype, device=device, **self.options)
+    def compressor(self, device: str = "auto") -> CorpusCompressor:
+        """What a worker runs; `ValueError` where it makes memories of another form than those of the store."""
+        compressor = CorpusCompressor(self.model, self.ratio, **{"device": device, **self.options})
         store = MemoryStore.find(self.store)
-        return RowCompressor(compressor, self.keep_texts, None if store is None else store.form)
-
-
-class RowCompressor:
-    """Makes rows of a store of a collection's rows: what a worker of either engine runs."""
-
-    def __init__(self, compressor: CorpusCompressor, keep_texts: bool, store_form: MemoryForm | None = None):
-        self._compressor, self._keep_texts, self._store_form = compressor, keep_texts, store_form
-
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> pyarrow.Table:
-        """Compress some rows."""
-        form = self._compressor.form
-        if self._store_form is not None:
-            self._store_form.check(form)
-        good = [row for row, error in enumerate(batch["error"]) if error is None]
-        errors = {row: error for row, error in enumerate(batch["error"]) if error is not None}
-        tables = []
-        for places, result in self._compressor.compress([batch["text"][row] for row in good]):
-            rows = [good[place] for place in places]
-            if isinstance(result, Exception):
-                errors |= dict.fromkeys(rows, f"{type(result).__name__}: {result}")
-                continue
-            ids, texts, metadata = ([batch[name][row] for row in rows] for name in ("id", "text", "metadata"))
-            table = memory_table(form, ids, result, texts if self._keep_texts else None, metadata)
-            tables.append(table.append_column("error", pyarrow.nulls(len(rows), pyarrow.string())))
-        failed = {"id": [batch["id"][row] for row in errors], "error": list(errors.values())}
-        schema = form.schema.append(pyarrow.field("error", pyarrow.string()))
-        nothing = {name: pyarrow.nulls(len(errors), schema.field(name).type) for name in schema.names}
-        return pyarrow.concat_tables([*tables, pyarrow.table(nothing | failed, schema=schema)])
+        if store is not None:
+            store.form.check(compressor.form)
+        return compressor
 
 
 @dataclass
@@ -134,10 +87,10 @@ class CorpusReport:
 
     Args:
         num_rows: rows that are in the store now, and were not before.
-        num_tokens: their context tokens.
+        num_tokens: context tokens that were compressed.
         failures: rows that are not: their ids, and why.
         seconds: time it took.
-        num_there: rows that were left out, since the store has their ids, and no other texts with these.
+        num_there: rows that were left out, since the store has their ids.
     """
 
     num_rows: int = 0
@@ -147,93 +100,49 @@ class CorpusReport:
     num_there: int = 0
 
     def __add__(self, other: CorpusReport) -> CorpusReport:
-        return CorpusReport(
-            self.num_rows + other.num_rows,
-            self.num_tokens + other.num_tokens,
-            self.failures + other.failures,
-            self.seconds + other.seconds,
-            self.num_there + other.num_there,
-        )
+        return CorpusReport(*(vars(self)[name] + vars(other)[name] for name in vars(self)))
 
 
 def write_rows(place: str, table: pyarrow.Table) -> CorpusReport:
-    """Append what a [`RowCompressor`] returned to a store as one version; the store is made if it is not there."""
-    failed = pyarrow.compute.is_valid(table["error"])
-    errors = table.filter(failed).select(["id", "error"]).to_pydict()
-    report = CorpusReport(failures=list(zip(errors["id"], errors["error"], strict=True)))
-    done = table.filter(pyarrow.compute.invert(failed)).drop_columns(["error"])
-    if not len(done):
-        return report
-    form = MemoryForm.from_json(table.schema.metadata[b"context_compressors"])
-    store = MemoryStore.find_or_create(place, form)
-    # Another process may have made it meanwhile.
-    store.form.check(form)
-    if store.form.dtype != form.dtype:
-        raise ValueError(f"the store {place} is in {store.form.dtype!r}, not in {form.dtype!r}")
-    ids = done["id"].to_pylist()
-    known, chosen = store.known_texts(ids), []
-    for index, (name, text) in enumerate(zip(ids, done["text"].to_pylist(), strict=True)):
-        if name not in known:
-            known[name] = text
-            chosen.append(index)
-        elif text is not None and text == known[name]:
-            # As where a task is run again that had written them.
-            report.num_there += 1
-        else:
-            report.failures.append((name, "another row has this id"))
-    done = done.take(pyarrow.array(chosen, pyarrow.int64()))
-    # Where another process is adding the same ids right now, each is added once.
-    report.num_rows = store.append(done)
-    if report.num_rows < len(done):
-        ids, texts = done["id"].to_pylist(), done["text"].to_pylist()
-        there = store.known_texts(ids)
-        is_own = [there[name] == text for name, text in zip(ids, texts, strict=True)]
-        others = [name for name, own in zip(ids, is_own, strict=True) if not own]
-        report.failures += [(name, "another row has this id") for name in others]
-        report.num_there += len(done) - report.num_rows - len(others)
-        done = done.filter(pyarrow.array(is_own))
-    report.num_tokens = pyarrow.compute.sum(done["num_tokens"]).as_py() or 0
+    """Append what a [`CorpusCompressor`] returned to a store as one version; the store is made if it is not there."""
+    failed = table.filter(pyarrow.compute.is_valid(table["error"])).select(["id", "error"]).to_pydict()
+    report = CorpusReport(failures=list(zip(failed["id"], failed["error"], strict=True)))
+    done = table.filter(pyarrow.compute.is_null(table["error"])).drop_columns(["error"])
+    if len(done):
+        form = MemoryForm.from_json(table.schema.metadata[b"context_compressors"])
+        report.num_rows = MemoryStore.find_or_create(place, form).append(done)
+        report.num_there = len(done) - report.num_rows
+        report.num_tokens = pyarrow.compute.sum(done["num_tokens"]).as_py()
     return report
 
 
 def compress_locally(job: CorpusJob, devices: Sequence[str]) -> Iterator[CorpusReport]:
-    """Compress a collection on this machine."""
-    return _reports(job, job.parts(), devices)
-
-
-def _reports(job: CorpusJob, parts: Sequence[CorpusPart], devices: Sequence[str]) -> Iterator[CorpusReport]:
+    """Compress a collection on this machine, with a worker on each device."""
     left_out = CorpusReport()
-    rows = (row for part in parts for row in job.rows(part, left_out))
+    rows = batches((row for part in job.parts() for row in job.rows(part, left_out)), job.batch_size)
     waiting: list[pyarrow.Table] = []
     last = time.monotonic()
-    for table in _compressed(job, batches(rows, job.batch_size), devices):
-        waiting.append(table)
-        is_time = time.monotonic() - last >= job.commit_seconds
-        if is_time or sum(table.nbytes for table in waiting) >= job.commit_bytes:
-            yield _written(job, waiting, last)
+    for table in itertools.chain(_compressed(job, rows, devices), [None]):
+        waiting += [] if table is None else [table]
+        is_time = table is None or time.monotonic() - last >= job.commit_seconds
+        if waiting and (is_time or sum(table.nbytes for table in waiting) >= job.commit_bytes):
+            report = write_rows(job.store, pyarrow.concat_tables(waiting))
+            report.seconds = time.monotonic() - last
+            yield report
             waiting, last = [], time.monotonic()
-    if waiting:
-        yield _written(job, waiting, last)
-    if left_out.num_there:
-        yield left_out
-
-
-def _written(job: CorpusJob, tables: list[pyarrow.Table], start: float) -> CorpusReport:
-    report = write_rows(job.store, pyarrow.concat_tables(tables))
-    report.seconds = time.monotonic() - start
-    return report
+    yield left_out
 
 
 def _compressed(
-    job: CorpusJob, all_batches: Iterable[dict[str, list[Any]]], devices: Sequence[str]
+    job: CorpusJob, rows: Iterable[dict[str, list[Any]]], devices: Sequence[str]
 ) -> Iterator[pyarrow.Table]:
-    """Tables of a store's rows, as workers finish them."""
+    """Rows of a store, as workers finish them."""
     if len(devices) == 1:
         # Nothing is loaded where nothing is left to do.
         compressor = None
-        for batch in all_batches:
+        for batch in rows:
             compressor = compressor or job.compressor(devices[0])
-            yield compressor(batch)
+            yield _compress(compressor, batch)
         return
     context = multiprocessing.get_context("spawn")
     names = context.SimpleQueue()
@@ -243,7 +152,7 @@ def _compressed(
     with ProcessPoolExecutor(len(devices), context, _start_worker, (job, names, threads)) as pool:
         running: set[Future[pyarrow.Table]] = set()
         try:
-            for batch in all_batches:
+            for batch in rows:
                 running.add(pool.submit(_run_worker, batch))
                 # One batch more for each worker, so that none waits for the next.
                 if len(running) >= 2 * len(devices):
@@ -253,11 +162,19 @@ def _compressed(
         except BrokenProcessPool as error:
             raise OSError(
                 "a worker died: its model could not be loaded, see above, or the machine had no memory left for it "
-                "(fewer --workers, a smaller --batch-size). What was written stays: go on with --resume"
+                "(fewer --workers, a smaller `batch_size`). What was written stays: run it again to go on"
             ) from error
 
 
-_worker: RowCompressor | None = None
+def _compress(compressor: CorpusCompressor, batch: dict[str, list[Any]]) -> pyarrow.Table:
+    """Rows of a store of a collection's rows; what could not be read has its own error."""
+    table = compressor(batch)
+    reasons = pyarrow.array(batch["error"], pyarrow.string())
+    errors = pyarrow.compute.coalesce(reasons, table["error"])
+    return table.set_column(table.column_names.index("error"), "error", errors)
+
+
+_worker: CorpusCompressor | None = None
 
 
 def _start_worker(job: CorpusJob, devices: Any, threads: int) -> None:
@@ -276,4 +193,70 @@ def _end_with_parent() -> None:
 
 
 def _run_worker(batch: dict[str, list[Any]]) -> pyarrow.Table:
-    return _worker(batch)  # type: ignore[misc]  # set before the first batch
+    return _compress(_worker, batch)  # type: ignore[arg-type]  # set before the first batch
+
+
+# --- with Ray Data: tasks read parts, a pool of actors compresses rows, the store is the sink ---
+
+
+def compress_with_ray(job: CorpusJob, workers: int | None = None) -> CorpusReport:
+    """Compress a collection on the Ray cluster of `$RAY_ADDRESS`, whose machines all see inputs, model and store."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("--engine ray needs Ray: pip install -e '.[ray]' in the clone") from error
+    parts = [json.dumps(asdict(part)) for part in job.parts()]
+    if not parts:
+        return CorpusReport()
+    if not ray.is_initialized():
+        # Without a word Ray would look for a cluster of an earlier run, which may have been killed.
+        ray.init(address=os.environ.get("RAY_ADDRESS", "local"))
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+    sink, start = _store_sink(job), time.monotonic()
+    rows = ray.data.from_items([{"part": part} for part in parts], override_num_blocks=min(len(parts), 1000))
+    # A file's rows would be one block, and one actor's.
+    rows = rows.flat_map(_read, fn_args=(job,)).repartition(target_num_rows_per_block=job.batch_size)
+    rows.map_batches(
+        _Actor,
+        fn_constructor_args=(job,),
+        batch_size=job.batch_size,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=workers or max(1, num_gpus)),
+        num_gpus=min(1, num_gpus),
+    ).write_datasink(sink)
+    sink.report.seconds = time.monotonic() - start
+    return sink.report
+
+
+def _read(item: dict[str, str], job: CorpusJob) -> Iterator[Row]:
+    return job.rows(CorpusPart(**json.loads(item["part"])))
+
+
+class _Actor:
+    def __init__(self, job: CorpusJob):
+        self._compressor = job.compressor()
+
+    def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
+        return _compress(self._compressor, batch.to_pydict())
+
+
+def _store_sink(job: CorpusJob) -> Any:
+    """The store as a sink of Ray Data, whose own for Lance commits when all is done: a killed job would have done
+    nothing."""
+    from ray.data import Datasink
+
+    class StoreSink(Datasink):
+        report = CorpusReport()
+
+        def write(self, blocks: Iterable[pyarrow.Table], ctx: Any) -> CorpusReport:
+            tables = [block for block in blocks if len(block)]
+            return write_rows(job.store, pyarrow.concat_tables(tables)) if tables else CorpusReport()
+
+        def on_write_complete(self, write_result: Any) -> None:
+            self.report = sum(write_result.write_returns, CorpusReport())
+
+        @property
+        def min_bytes_per_write(self) -> int:
+            return job.commit_bytes
+
+    return StoreSink()

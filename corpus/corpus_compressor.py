@@ -8,24 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow
 
 from ..configuration.nearest_names import check_choice
-from ..modeling.memory.carriers import PAIR_FIELDS
 from ..modeling.memory.compressed_context import CompressedContext
 from ..modeling.memory.memory_quantization import QUANTIZATIONS
 from ..modeling.parts.length_batches import length_batches
 from ..modeling.parts.text_ids import check_texts
-from .memory_columns import STORE_DTYPES, MemoryForm, memory_columns
+from .memory_columns import STORE_DTYPES, MemoryForm, memory_table
 
 if TYPE_CHECKING:
-    import pyarrow
-
     from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
 
 # Tokens that a model reads at once: a CPU is fastest while a layer's states stay in its cache.
 BATCH_TOKENS = {"cpu": 512, "accelerator": 16_384}
-# Columns that have a list for each slot.
-_VECTORS = ("slots", "scales", *PAIR_FIELDS)
 
 
 class CorpusCompressor:
@@ -33,7 +29,7 @@ class CorpusCompressor:
 
     ```python
     compressor = CorpusCompressor("me/compressor", ratio=4)
-    columns = compressor({"id": ["a", "b"], "text": ["One text.", "Another one."]})
+    rows = compressor({"id": ["a", "b"], "text": ["One text.", "Another one."]})
     dataset.map(compressor, batched=True, batch_size=1000)                                          # datasets
     dataset.map_batches(CorpusCompressor, fn_constructor_args=("me/compressor", 4), concurrency=8)  # Ray Data
     ```
@@ -45,6 +41,7 @@ class CorpusCompressor:
         ratio: Context tokens per slot, or "auto" for a checkpoint that selects them; its default if not given.
         text_column: The column of the texts.
         memory_dtype: What slots are kept in: "int8", "int4", "int2" or "float16".
+        keep_texts: Whether rows have the texts.
         batch_tokens: Tokens that the model reads at once, pads included; a longer text is read alone, in parts of so
             many tokens, but a chunk of it whole. 512 on a CPU and 16,384 on an accelerator if not given.
         max_tokens: Keep only so many tokens of each text, with those that stand in front of it; all if not given.
@@ -68,6 +65,7 @@ class CorpusCompressor:
         *,
         text_column: str = "text",
         memory_dtype: str = "int8",
+        keep_texts: bool = True,
         batch_tokens: int | None = None,
         max_tokens: int | None = None,
         allow_untrained_ratio: bool = False,
@@ -82,18 +80,11 @@ class CorpusCompressor:
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be 1 or more, got {value}")
         self.model = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
-        self.ratio, self.text_column, self.memory_dtype = ratio, text_column, memory_dtype
-        self.batch_tokens, self.max_tokens, self.allow_untrained_ratio = (
-            batch_tokens,
-            max_tokens,
-            allow_untrained_ratio,
-        )
-        self.device, self.dtype = device, dtype
-        self._loading: dict[str, Any] = {
-            "base_model": base_model,
-            "revision": revision,
-            "trust_remote_code": trust_remote_code,
-        }
+        self.ratio, self.text_column, self.memory_dtype, self.keep_texts = ratio, text_column, memory_dtype, keep_texts
+        self.batch_tokens, self.max_tokens = batch_tokens, max_tokens
+        self.allow_untrained_ratio, self.device, self.dtype = allow_untrained_ratio, device, dtype
+        self._loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        self._base_model = base_model
         self._pipe: Any = None if self.model is not None else model
         self._form: MemoryForm | None = None
 
@@ -120,40 +111,37 @@ class CorpusCompressor:
             self._form = MemoryForm.of(self._compress([[0]]), self.memory_dtype)
         return self._form
 
-    def __call__(self, batch: Mapping[str, Sequence[Any] | np.ndarray]) -> dict[str, Any]:
+    def __call__(self, batch: Mapping[str, Sequence[Any] | np.ndarray]) -> pyarrow.Table:
         """Compress the texts of a batch.
 
         Args:
-            batch: Columns; `text_column` among them.
+            batch: Columns: `id`, `text_column`, and what a store keeps beside a memory, `metadata` (JSON texts).
 
         Returns:
-            The columns of the batch, and beside them, in the order of its rows: `slots`, for each row an array
-            `(num_slots, values of a slot)`, with `scales` where they are quantised, and `head_ids` and
-            `coarsest_ratios` where heads keep unlike numbers of key/values; `position_ids`, `num_tokens`, `ratio` and
-            `model_id`; and `error`, "" for a row that was compressed. A row that was not has no slots, and the reason.
+            Rows of a [`MemoryStore`] in the order of the batch, and beside them `error`, null for a row that was
+            compressed. A row that was not has the reason there, and no slots.
 
         Raises:
-            ValueError: no such column, or one that has a name of the new ones.
+            ValueError: no such column.
         """
-        if self.text_column not in batch:
-            raise ValueError(f"the batch has no column {self.text_column!r}; its columns are {sorted(batch)}")
-        texts = list(batch[self.text_column])
-        columns = self._empty_columns(len(texts))
-        taken = sorted(set(columns) & set(batch))
-        if taken:
-            raise ValueError(f"the batch has columns {taken} already, which are names of what is made: rename them")
+        if missing := [name for name in ("id", self.text_column) if name not in batch]:
+            raise ValueError(f"the batch has no column {missing[0]!r}; its columns are {sorted(batch)}")
+        ids, texts = list(map(str, batch["id"])), list(batch[self.text_column])
+        described = list(batch.get("metadata", [None] * len(ids)))
+        tables, order, errors = [], [], {}
         for rows, result in self.compress(texts):
             if isinstance(result, Exception):
-                for row in rows:
-                    columns["error"][row] = f"{type(result).__name__}: {result}"
+                errors |= dict.fromkeys(rows, f"{type(result).__name__}: {result}")
                 continue
-            for name, values in memory_columns(result, self.form).items():
-                for row, value in zip(rows, _row_values(name, values), strict=True) if name in columns else ():
-                    columns[name][row] = value
-            for row, slots in ((row, columns["slots"][row]) for row in rows):
-                if columns["position_ids"][row] is None:
-                    columns["position_ids"][row] = np.arange(len(slots), dtype=np.int32)
-        return {**batch, **columns}
+            of_rows = [[values[row] for row in rows] for values in (ids, texts, described)]
+            table = memory_table(self.form, of_rows[0], result, of_rows[1] if self.keep_texts else None, of_rows[2])
+            tables.append(table.append_column("error", pyarrow.nulls(len(rows), pyarrow.string())))
+            order += rows
+        schema = self.form.schema.append(pyarrow.field("error", pyarrow.string()))
+        columns = {name: pyarrow.nulls(len(errors), schema.field(name).type) for name in schema.names}
+        columns |= {"id": [ids[row] for row in errors], "error": list(errors.values())}
+        found = pyarrow.concat_tables([*tables, pyarrow.table(columns, schema=schema)])
+        return found.take(np.argsort([*order, *errors]))
 
     def compress(self, texts: Sequence[Any]) -> Iterator[tuple[list[int], CompressedContext | Exception]]:
         """Compress texts in batches of similar length, the longest first.
@@ -209,41 +197,18 @@ class CorpusCompressor:
     def _tokens_at_once(self) -> int:
         return self.batch_tokens or BATCH_TOKENS["cpu" if self.pipe.device.type == "cpu" else "accelerator"]
 
-    def _empty_columns(self, num_rows: int) -> dict[str, list[Any]]:
-        schema = self.form.schema
-        nothing: dict[str, Any] = {}
-        for name in _VECTORS:
-            if name in schema.names:
-                vectors = schema.field(name).type.value_type
-                nothing[name] = np.empty((0, vectors.list_size), vectors.value_type.to_pandas_dtype())
-        nothing |= {"position_ids": np.empty(0, np.int32), "num_tokens": 0, "ratio": 0, "model_id": "", "error": ""}
-        return {name: [value] * num_rows for name, value in nothing.items()}
-
     def _load(self) -> ContextCompressionQAPipeline:
         import torch
 
         from ..modeling.checkpoint.pretrained_bases import load_from_place, tokenizer_from_place
 
         place: Any = self.model  # a pipeline that was given is there already
-        model = load_from_place(place, dtype=self.dtype, **self._loading)
-        if not hasattr(model, "question_answering"):
+        model = load_from_place(place, dtype=self.dtype, base_model=self._base_model, **self._loading)
+        if "compression_ratios" not in model.config.to_dict():
             raise ValueError(f"{self.model} is a model of type {model.config.model_type!r}, not a context compressor")
-        options = {name: self._loading[name] for name in ("revision", "trust_remote_code")}
-        tokenizer = tokenizer_from_place(place, **options)
+        tokenizer = tokenizer_from_place(place, **self._loading)
         device = self.device
         if device == "auto":
             accelerator = torch.accelerator.current_accelerator(check_available=True)
             device = "cpu" if accelerator is None else accelerator.type
         return model.to(device).eval().question_answering(tokenizer)
-
-
-def _row_values(name: str, column: pyarrow.Array) -> list[Any]:
-    """An array for each row of a column of vectors, without copies; Python's values of another one."""
-    if name not in _VECTORS:
-        return [
-            None if value is None else np.asarray(value, np.int32) if name == "position_ids" else value
-            for value in column.to_pylist()
-        ]
-    vectors = column.flatten()
-    flat = vectors.flatten().to_numpy(zero_copy_only=False).reshape(-1, vectors.type.list_size)
-    return np.split(flat, column.offsets.to_numpy()[1:-1])

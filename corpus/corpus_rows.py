@@ -47,7 +47,7 @@ class CorpusPart:
     """Rows that one process reads.
 
     Args:
-        kind: "parquet", "jsonl", "text" or "hub".
+        kind: ".parquet", ".jsonl", "text" or "hub".
         name: of the part's file, which ids begin with; a data set's name.
         path: its file; of a Hub data set its split.
         index: row group of a Parquet file, shard of a Hub data set.
@@ -77,25 +77,25 @@ def corpus_parts(inputs: Sequence[str], columns: CorpusColumns) -> list[CorpusPa
             files, path = [path], path.parent
         elif source.count("/") == 1 and path.suffix.lower() not in _TABLES + _TEXTS:
             name, _, split = source.partition(":")
-            split = split or "train"
-            parts += [CorpusPart("hub", name, split, shard) for shard in range(_hub_data_set(name, split).num_shards)]
+            shards = range(_hub_data_set(name, split or "train").num_shards)
+            parts += [CorpusPart("hub", name, split or "train", shard) for shard in shards]
             continue
         else:
             raise ValueError(f"{source} is not there: give files, folders, or data sets of the Hub as OWNER/NAME")
         for file in files:
-            name = _escaped(file.relative_to(path).as_posix())
-            if columns.id is None or file.suffix.lower() not in _TABLES:
+            name, kind = _escaped(file.relative_to(path).as_posix()), file.suffix.lower()
+            if columns.id is None or kind not in _TABLES:
                 names.append(name)
-            parts += _file_parts(name, file, columns)
+            if kind == ".parquet":
+                parts += _row_groups(name, file, columns)
+            else:
+                parts.append(CorpusPart(kind if kind in _TABLES else "text", name, str(file)))
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two files have the name {twice[0]!r}, which ids are made of: rename one")
     return parts
 
 
-def _file_parts(name: str, path: Path, columns: CorpusColumns) -> Iterator[CorpusPart]:
-    if path.suffix.lower() != ".parquet":
-        yield CorpusPart("jsonl" if path.suffix.lower() == ".jsonl" else "text", name, str(path))
-        return
+def _row_groups(name: str, path: Path, columns: CorpusColumns) -> Iterator[CorpusPart]:
     import pyarrow
     import pyarrow.parquet
 
@@ -103,13 +103,12 @@ def _file_parts(name: str, path: Path, columns: CorpusColumns) -> Iterator[Corpu
         file = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} is not a Parquet file: {error}") from error
-    there = file.schema_arrow.names
     for column in columns.names:
-        if column not in there:
-            raise ValueError(f"{path} has no column {column!r}{nearest(column, there)}")
+        if column not in file.schema_arrow.names:
+            raise ValueError(f"{path} has no column {column!r}{nearest(column, file.schema_arrow.names)}")
     first = 0
     for group in range(file.num_row_groups):
-        yield CorpusPart("parquet", name, str(path), group, first)
+        yield CorpusPart(".parquet", name, str(path), group, first)
         first += file.metadata.row_group(group).num_rows
 
 
@@ -118,7 +117,7 @@ def _hub_data_set(name: str, split: str) -> Any:
 
     try:
         return datasets.load_dataset(name, split=split, streaming=True)
-    except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{name} is no file or folder, and as a data set of the Hub it cannot be read: {error}"
         ) from error
@@ -134,7 +133,7 @@ def read_part(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row]:
             row["error"] = f"no text in UTF-8: {error}"
         yield row
         return
-    reader = {"parquet": _parquet_rows, "jsonl": _json_rows, "hub": _hub_rows}[part.kind]
+    reader = {".parquet": _parquet_rows, ".jsonl": _json_rows, "hub": _hub_rows}[part.kind]
     place = f"{part.name}:{part.path}:{part.index}" if part.kind == "hub" else part.name
     for number, record in enumerate(reader(part, columns), start=part.first_row):
         yield _row(record, f"{place}:{number}", columns)
@@ -146,17 +145,15 @@ def _row(record: Row | str, name: str, columns: CorpusColumns) -> Row:
     text, error = record.get(columns.text), None
     if columns.id is not None:
         own = record.get(columns.id)
-        name, error = (name, f"no id in column {columns.id!r}") if own in (None, "") else (str(own), None)
-    if error is None and not isinstance(text, str):
-        error = f"no text in column {columns.text!r}, but {text!r:.50}"
-    described = {column: record.get(column) for column in columns.metadata}
+        name, error = (name, f"no id in column {columns.id!r}") if own in (None, "") else (_escaped(str(own)), None)
+    if not isinstance(text, str):
+        error = error or f"no text in column {columns.text!r}, but {text!r:.50}"
+    elif text != _escaped(text):
+        error = error or "half of a character (a lone surrogate) in the text"
     # Dates and the like have no form of their own in JSON.
-    metadata = json.dumps(described, ensure_ascii=False, default=str) if described else None
-    values = {"id": name, "text": None if error else text, "metadata": metadata}
-    for part, value in values.items():
-        if value is not None and (escaped := _escaped(value)) != value:
-            error, values[part] = error or f"half of a character (a lone surrogate) in the {part}", escaped
-    return {**values, "text": None if error else values["text"], "error": error}
+    described = {column: record.get(column) for column in columns.metadata}
+    metadata = json.dumps(described, default=str) if described else None
+    return {"id": name, "text": None if error else text, "metadata": metadata, "error": error}
 
 
 def _escaped(text: str) -> str:

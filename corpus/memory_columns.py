@@ -63,7 +63,7 @@ class MemoryForm:
             shape = (len(layers), 2, keys.shape[1], width_of(keys))
         frequencies = memory.inverse_frequencies
         numbers = () if frequencies is None else tuple(frequencies.double().tolist())
-        has = {f"has_{name}": getattr(memory, name) is not None for name in PAIR_FIELDS}
+        has = {f"has_{name}": vars(memory)[name] is not None for name in PAIR_FIELDS}
         return cls(memory.model_id, dtype, shape, memory.position_layout, numbers, **has)
 
     @classmethod
@@ -82,18 +82,18 @@ class MemoryForm:
 
     def check(self, other: MemoryForm) -> None:
         """Refuse memories of another form."""
-        for name in ("model_id", "shape", "position_layout"):
-            ours, theirs = getattr(self, name), getattr(other, name)
-            if ours != theirs:
-                what = {"model_id": "the model", "shape": "slots of shape", "position_layout": "the layout"}[name]
-                raise ValueError(f"the store holds memories of {what} {ours!r}, not of {theirs!r}")
+        ours, theirs = vars(self), vars(other)
+        words = {"model_id": "the model", "dtype": "dtype", "shape": "slots of shape", "position_layout": "the layout"}
+        for name, what in words.items():
+            if ours[name] != theirs[name]:
+                raise ValueError(f"the store holds memories of {what} {ours[name]!r}, not of {theirs[name]!r}")
         if missing := [name for name in self.pair_fields if name not in other.pair_fields]:
             raise ValueError(f"the store holds memories with {missing}, these have none: compress them anew")
 
     @property
     def pair_fields(self) -> list[str]:
         """Fields of its memories with an entry for each pair of key and value."""
-        return [name for name in PAIR_FIELDS if getattr(self, f"has_{name}")]
+        return [name for name in PAIR_FIELDS if vars(self)[f"has_{name}"]]
 
     @property
     def is_key_values(self) -> bool:
@@ -138,7 +138,36 @@ class MemoryForm:
         return pyarrow.schema(fields, metadata={"context_compressors": self.to_json()})
 
 
-def memory_columns(memory: CompressedContext, form: MemoryForm) -> dict[str, pyarrow.Array]:
+def check_several(ids: Sequence[str]) -> None:
+    """Raise `TypeError` for one id in place of several."""
+    if isinstance(ids, str):
+        raise TypeError(f"`ids` must be a list of ids, got {ids!r}")
+
+
+def memory_table(
+    form: MemoryForm,
+    ids: Sequence[str],
+    memory: CompressedContext,
+    texts: Sequence[str | None] | None = None,
+    metadata: Sequence[str | None] | None = None,
+) -> pyarrow.Table:
+    """Rows of a store of some form, see `MemoryStore.table_of`; metadata is JSON already."""
+    check_several(ids)
+    for name, values in (("ids", ids), ("texts", texts), ("metadata", metadata)):
+        if values is not None and len(values) != len(memory):
+            raise ValueError(f"`{name}` has {len(values)} entries, the memory {len(memory)} rows")
+    nothing = [None] * len(memory)
+    columns = {
+        "id": pyarrow.array(ids, pyarrow.string()),
+        **_memory_columns(memory, form),
+        "text": pyarrow.array(texts or nothing, pyarrow.string()),
+        "metadata": pyarrow.array(metadata or nothing, pyarrow.string()),
+    }
+    columns["checksum"] = checksums(pyarrow.table(columns))
+    return pyarrow.table(columns, schema=form.schema)
+
+
+def _memory_columns(memory: CompressedContext, form: MemoryForm) -> dict[str, pyarrow.Array]:
     """A memory's columns, but for id, text and metadata."""
     form.check(MemoryForm.of(memory, form.dtype))
     memory = memory.to("cpu")
@@ -154,7 +183,7 @@ def memory_columns(memory: CompressedContext, form: MemoryForm) -> dict[str, pya
     columns = {"slots": _lists(_by_slot(slots), counts, schema.field("slots").type)}
     if memory.scales is not None:
         columns["scales"] = _lists(_by_slot(scale_tensors(memory)), counts, schema.field("scales").type)
-    columns |= {name: _lists(getattr(memory, name), counts, schema.field(name).type) for name in form.pair_fields}
+    columns |= {name: _lists(vars(memory)[name], counts, schema.field(name).type) for name in form.pair_fields}
     places, mask = memory.position_ids.numpy(), memory.attention_mask.bool().numpy()
     rows = [row[real] for row, real in zip(places, mask, strict=True)]
     given = [None if np.array_equal(row, np.arange(len(row))) else row for row in rows]

@@ -4,20 +4,18 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, unquote
 
 import pyarrow
 import pyarrow.compute
 
 from ..modeling.memory.compressed_context import CompressedContext
-from .memory_columns import MemoryForm, checksums, memory_columns, memory_of_columns
+from .memory_columns import MemoryForm, check_several, checksums, memory_of_columns, memory_table
 
 if TYPE_CHECKING:
     from lance import LanceDataset
@@ -27,9 +25,6 @@ _IDS_AT_ONCE = 5_000
 # Memories that are exported or verified at once.
 _ROWS_AT_ONCE = 64
 _INDEX_FILE = "memories.jsonl"
-_MEMORY_SUFFIX = ".safetensors"
-# Names of files have 255 bytes at the most, and what writes them may add some.
-_LONGEST_STEM = 200
 
 
 def import_lance() -> Any:
@@ -128,11 +123,17 @@ class MemoryStore:
 
     @classmethod
     def find_or_create(cls, path: str | os.PathLike, form: MemoryForm) -> MemoryStore:
-        """The store; where there is none an empty one is made, by one of all who try at once."""
+        """The store; where there is none an empty one is made, by one of all who try at once.
+
+        Raises:
+            ValueError: its memories are of another model, dtype or form.
+        """
         # An empty store is false.
         while (store := cls.find(path)) is None:
-            if (store := cls._create(path, form)) is not None:
-                return store
+            store = cls._create(path, form)
+            if store is not None:
+                break
+        store.form.check(form)
         return store
 
     @property
@@ -176,13 +177,13 @@ class MemoryStore:
             ValueError: an id that stands twice or is there already, lists of other lengths than the memory has rows,
                 another model's memory, or values that are not finite.
         """
-        self._append_all(self.table_of(ids, memory, texts, metadata))
-
-    def _append_all(self, table: pyarrow.Table) -> None:
-        """Append all rows or none, even where another process adds some of them at the same time."""
-        if not len(table):
-            return
+        counts = Counter(ids)
+        if len(counts) < len(ids):
+            twice = [name for name, count in counts.items() if count > 1]
+            raise ValueError(f"{_named(twice, [True] * len(twice))} stand several times")
+        table = self.table_of(ids, memory, texts, metadata)
         self.refresh()
+        # All or none, even where another process adds some of them at the same time.
         merge = self._dataset.merge_insert("id").when_matched_fail().when_not_matched_insert_all()
         try:
             merge.conflict_retries(50).execute(table)
@@ -190,7 +191,6 @@ class MemoryStore:
             if "found matching row" not in str(error):
                 raise
             self.refresh()
-            ids = table["id"].to_pylist()
             named = _named(ids, self.contains(ids))
             raise ValueError(f"the store has {named} already: delete them first, or take other ids") from error
         self.refresh()
@@ -202,20 +202,21 @@ class MemoryStore:
         texts: Sequence[str | None] | None = None,
         metadata: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> pyarrow.Table:
-        """The rows that `add` would append; arguments and errors as there, but for ids that are there already."""
-        _check_distinct(ids)
+        """The rows that `add` would append; arguments as there."""
         described = None
         if metadata is not None:
             described = [None if one is None else json.dumps(one, ensure_ascii=False) for one in metadata]
         return memory_table(self.form, ids, memory, texts, described)
 
     def append(self, table: pyarrow.Table) -> int:
-        """Append rows of `table_of` as one new version; those whose id is there already are left out.
+        """Append rows of `table_of` as one new version, but for those whose id is there already; returns their number.
 
         Any number of processes may do so at once: of rows with one id, one is kept.
         """
         if not len(table):
             return 0
+        first = {name: row for row, name in reversed(list(enumerate(table["id"].to_pylist())))}
+        table = table.take(sorted(first.values()))
         self.refresh()
         merge = self._dataset.merge_insert("id").when_not_matched_insert_all().conflict_retries(50)
         result = merge.execute(table)
@@ -224,13 +225,9 @@ class MemoryStore:
 
     def contains(self, ids: Sequence[str]) -> list[bool]:
         """Of each id whether the store has it; `TypeError` for one id in place of several."""
-        _check_several(ids)
+        check_several(ids)
         found = {name for table in self._found(ids, ["id"]) for name in table["id"].to_pylist()}
         return [name in found for name in ids]
-
-    def known_texts(self, ids: Sequence[str]) -> dict[str, str | None]:
-        """The texts of those of some ids that the store has."""
-        return dict(pair for table in self._found(ids, ["id", "text"]) for pair in _pairs(table))
 
     def ratios(self) -> set[int]:
         """The ratios of all memories."""
@@ -258,7 +255,7 @@ class MemoryStore:
 
     def read(self, ids: Sequence[str], columns: Sequence[str] | None = None) -> pyarrow.Table:
         """Read columns of some rows, in the order of the ids; all of them if none are named. Errors as `get`."""
-        _check_several(ids)
+        check_several(ids)
         if not ids:
             raise ValueError("`ids` is an empty list")
         distinct = list(dict.fromkeys(ids))
@@ -286,12 +283,6 @@ class MemoryStore:
         if ids is not None:
             return dict(_pairs(self.read(ids, ["text"])))
         return dict(pair for batch in self._dataset.to_batches(columns=["id", "text"]) for pair in _pairs(batch))
-
-    def metadata(self, ids: Sequence[str]) -> list[dict[str, Any] | None]:
-        """The metadata of some ids, in their order."""
-        return [
-            None if text is None else json.loads(text) for text in self.read(ids, ["metadata"])["metadata"].to_pylist()
-        ]
 
     def delete(self, ids: Sequence[str]) -> None:
         """Take memories out, as new versions; `compact` frees their bytes.
@@ -332,11 +323,10 @@ class MemoryStore:
             ids: which; all if not given.
 
         Returns:
-            The files of the memories, in order. `/` and the like in an id are written as in an address (`%2F`); an id
-            that is too long for a file's name is replaced by a hash.
+            The files of the memories, in order.
         """
         if ids is not None:
-            _check_several(ids)
+            check_several(ids)
         folder, names = Path(folder), list(self.ids() if ids is None else ids)
         folder.mkdir(parents=True, exist_ok=True)
         paths = []
@@ -348,69 +338,12 @@ class MemoryStore:
                 _check_sums(table)
                 memory = memory_of_columns(table, self.form)
                 for row, values in enumerate(table.select(["id", "text", "metadata"]).to_pylist()):
-                    path = folder / (_file_stem(values["id"]) + _MEMORY_SUFFIX)
+                    path = folder / f"{len(paths):06d}.safetensors"
                     memory.rows(row).save(path)
                     index.write(json.dumps({"file": path.name, **values}, ensure_ascii=False) + "\n")
                     paths.append(path)
         draft.replace(folder / _INDEX_FILE)
         return paths
-
-    def import_files(self, source: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str]:
-        """Add memories from safetensors files: those of a folder that `export` wrote, or any of the store's model.
-
-        Args:
-            source: a folder, or files of one row each; a file's name without its ending is its id.
-
-        Returns:
-            The ids, in order.
-
-        Raises:
-            ValueError: no file, one of another model or of several rows, or an id that is there already.
-        """
-        if isinstance(source, (str, os.PathLike)):
-            folder = Path(source)
-            index = folder / _INDEX_FILE
-            # Texts may hold what `splitlines` takes for the end of a line, too.
-            lines = index.read_text(encoding="utf-8").split("\n") if index.is_file() else []
-            rows = [_index_row(index, number, line) for number, line in enumerate(lines, start=1) if line]
-            paths = [folder / row["file"] for row in rows] or sorted(folder.glob(f"*{_MEMORY_SUFFIX}"))
-        else:
-            rows, paths = [], [Path(path) for path in source]
-        if not paths:
-            raise ValueError(f"there is no memory file in {source}")
-        rows = rows or [{"id": unquote(path.name.removesuffix(_MEMORY_SUFFIX))} for path in paths]
-        tables = []
-        for path, row in zip(paths, rows, strict=True):
-            memory = CompressedContext.load(path, model_id=self.model_id)
-            described = json.loads(row["metadata"]) if row.get("metadata") else None
-            tables.append(self.table_of([row["id"]], memory, [row.get("text")], [described]))
-        ids = [row["id"] for row in rows]
-        _check_distinct(ids)
-        self._append_all(pyarrow.concat_tables(tables))
-        return ids
-
-
-def memory_table(
-    form: MemoryForm,
-    ids: Sequence[str],
-    memory: CompressedContext,
-    texts: Sequence[str | None] | None = None,
-    metadata: Sequence[str | None] | None = None,
-) -> pyarrow.Table:
-    """Rows of a store of some form; see `MemoryStore.table_of`. Metadata is JSON already."""
-    _check_several(ids)
-    for name, values in (("ids", ids), ("texts", texts), ("metadata", metadata)):
-        if values is not None and len(values) != len(memory):
-            raise ValueError(f"`{name}` has {len(values)} entries, the memory {len(memory)} rows")
-    nothing = [None] * len(memory)
-    columns = {
-        "id": pyarrow.array(ids, pyarrow.string()),
-        **memory_columns(memory, form),
-        "text": pyarrow.array(texts or nothing, pyarrow.string()),
-        "metadata": pyarrow.array(metadata or nothing, pyarrow.string()),
-    }
-    columns["checksum"] = checksums(pyarrow.table(columns))
-    return pyarrow.table(columns, schema=form.schema)
 
 
 def _check_sums(table: pyarrow.Table) -> None:
@@ -419,39 +352,8 @@ def _check_sums(table: pyarrow.Table) -> None:
         raise ValueError(f"the store's {_named(table['id'].to_pylist(), is_other)} are damaged: compress them anew")
 
 
-def _check_several(ids: Sequence[str]) -> None:
-    if isinstance(ids, str):
-        raise TypeError(f"`ids` must be a list of ids, got {ids!r}")
-
-
-def _index_row(index: Path, number: int, line: str) -> dict[str, Any]:
-    """A line of what `export` wrote beside its memories."""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{index}, line {number} is not JSON: {error}") from error
-    names = [row.get(name) for name in ("id", "file")] if isinstance(row, dict) else [None]
-    if not all(isinstance(name, str) for name in names) or Path(row["file"]).name != row["file"]:
-        raise ValueError(
-            f"{index}, line {number} must have an `id` and, as `file`, a name in its folder, got {line:.80}"
-        )
-    return row
-
-
-def _check_distinct(ids: Sequence[str]) -> None:
-    counts = Counter(ids)
-    if len(counts) < len(ids):
-        twice = [name for name, count in counts.items() if count > 1]
-        raise ValueError(f"{_named(twice, [True] * len(twice))} stand several times")
-
-
 def _pairs(table: pyarrow.Table | pyarrow.RecordBatch) -> Iterator[tuple[str, str | None]]:
     return zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True)
-
-
-def _file_stem(name: str) -> str:
-    quoted = quote(name, safe="")
-    return quoted if len(quoted) <= _LONGEST_STEM else hashlib.sha256(name.encode()).hexdigest()
 
 
 def _named(ids: Sequence[str], chosen: Sequence[bool]) -> str:

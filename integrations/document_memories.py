@@ -93,14 +93,7 @@ class DocumentMemories:
         """The store, made when it is first asked for; nothing where memories are kept in the process."""
         with self._lock:
             if self._store is None and self.place is not None:
-                form = self.compressor.form
-                store = MemoryStore.find_or_create(self.place, form)
-                store.form.check(form)
-                if store.form.dtype != form.dtype:
-                    raise ValueError(
-                        f"the store {self.place} is in {store.form.dtype!r}: give memory_dtype={store.form.dtype!r}"
-                    )
-                self._store = store
+                self._store = MemoryStore.find_or_create(self.place, self.compressor.form)
             return self._store
 
     def compress(self, documents: Sequence[str | None], ids: Sequence[Any] | None = None) -> list[str | None]:

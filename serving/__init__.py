@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server for memories and the chat that reads them, and a page to try a checkpoint on (extras `serve`, `demo`)."""
+"""A server for memories and the chat that reads them, with a page to try a checkpoint on (extras `serve`, `mcp`)."""

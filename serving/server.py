@@ -12,7 +12,8 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 try:
@@ -22,7 +23,7 @@ try:
     import uvicorn
     from fastapi.concurrency import run_in_threadpool
     from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import JSONResponse, Response, StreamingResponse
+    from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
@@ -33,9 +34,9 @@ from ..modeling.compressor.context_compression_qa import MAX_NEW_TOKENS, Context
 from ..modeling.memory.compressed_context import CompressedContext
 from .passages import passage_of
 from .server_engine import Engine, Job, ServerError, in_time, stopping
-from .server_jobs import Answer, AnswerJob, CompressionJob, Sampling, ServedModel
+from .server_jobs import Answer, AnswerJob, CompressionJob, OriginsJob, Sampling, ServedModel
 from .server_memories import ProcessMemories, StoredMemories
-from .server_requests import EXPAND_TOOL, ChatRequest, ExpandRequest, MemoriesRequest, MemoryPart
+from .server_requests import EXPAND_TOOL, ChatRequest, ExpandRequest, MemoriesRequest, MemoryPart, OriginsRequest
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 # Memories of a chat that are read before their slots are counted.
@@ -57,6 +58,7 @@ class ServerSettings:
         max_body_bytes: of one request.
         max_memory_bytes: of all memories in the process.
         timeout: seconds that a request may take, its waiting included.
+        grace: seconds that running requests have to end when the server stops.
 
     Raises:
         ValueError: a limit that is not above 0.
@@ -69,11 +71,12 @@ class ServerSettings:
     max_body_bytes: int = 4 * 2**20
     max_memory_bytes: int = 2**30
     timeout: float = 300.0
+    grace: int = 30
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self) if field.name != "api_key"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)!r}")
+        for name, value in vars(self).items():
+            if name != "api_key" and not value > 0:
+                raise ValueError(f"`{name}` must be above 0, got {value!r}")
 
 
 def create_app(
@@ -81,6 +84,7 @@ def create_app(
     pipe: ContextCompressionQAPipeline,
     settings: ServerSettings | None = None,
     store: MemoryStore | None = None,
+    examples: Sequence[dict[str, Any]] = (),
 ) -> fastapi.FastAPI:
     """The server as an ASGI application.
 
@@ -89,6 +93,8 @@ def create_app(
         pipe: the checkpoint.
         settings: limits.
         store: where memories are kept; in the process if not given.
+        examples: documents that the page offers, each with `title`, `text` and `questions`, whose entries have a
+            `question` and the `answers` that count as right.
 
     Raises:
         ValueError: a checkpoint that compresses documents with their question, or another model's store.
@@ -99,7 +105,7 @@ def create_app(
     model = ServedModel(name, pipe, memories)
     if store is not None and store.model_id != model.model_id:
         raise ValueError(f"the store is of the model {store.model_id!r}, {name!r} is {model.model_id!r}")
-    return _routes(_Server(model, settings))
+    return _routes(_Server(model, settings), examples)
 
 
 def check_address(host: str, port: int) -> None:
@@ -110,7 +116,8 @@ def check_address(host: str, port: int) -> None:
 
 
 def run(app: fastapi.FastAPI, host: str, port: int, grace: int) -> None:
-    """Serve an application until Ctrl-C or SIGTERM; then no more requests are taken, and those that run are ended."""
+    """Serve an application until Ctrl-C or SIGTERM; then no more requests are taken, and those that run are ended
+    within `grace` seconds."""
     # Bound here: uvicorn would end the process, without an error to catch.
     with _listening(host, port) as listening:
         place = f"[{host}]" if ":" in host else host
@@ -211,6 +218,11 @@ class _Server:
         limits = self.settings.timeout, self.settings.batch_size
         return CompressionJob(self.model, request.text, num_tokens, request.ratio, *limits)
 
+    async def origins(self, request: OriginsRequest) -> OriginsJob:
+        """What the slots of a text are made of, for the page."""
+        self.check_length("the text", await run_in_threadpool(self.model.num_tokens, [request.text]), None, "text")
+        return OriginsJob(self.model, request.text, request.ratio, self.settings.timeout)
+
     async def answer(self, request: ChatRequest) -> AnswerJob:
         """What answers a chat."""
         self.check_name(request.model)
@@ -285,8 +297,12 @@ class _Server:
             gone.cancel()
 
 
-def _routes(server: _Server) -> fastapi.FastAPI:
+def _routes(server: _Server, examples: Sequence[dict[str, Any]]) -> fastapi.FastAPI:
     """The paths of a server, and how it starts, refuses and stops."""
+    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    # A text may say "</script>".
+    shown = json.dumps({**server.model.facts, "examples": list(examples)}).replace("<", "\\u003c")
+    page = page.replace("CHECKPOINT", shown, 1)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
@@ -303,6 +319,15 @@ def _routes(server: _Server) -> fastapi.FastAPI:
 
     for kind in (ServerError, RequestValidationError, HTTPException, ValueError, TypeError, Exception):
         app.add_exception_handler(kind, refuse)
+
+    @app.get("/")
+    async def show_page() -> Response:
+        return HTMLResponse(page)
+
+    @app.post("/page/slots")
+    async def slots(body: OriginsRequest, request: fastapi.Request) -> dict[str, Any]:
+        _, found = await server.start(server.origins(body), request)
+        return found
 
     @app.get("/health")
     async def health() -> Response:
@@ -410,7 +435,7 @@ class _AnswerWriter:
 
 
 # Of these nobody is asked for a key.
-_OPEN_PATHS = ("/health", "/metrics")
+_OPEN_PATHS = ("/", "/health", "/metrics")
 
 
 class _Gate:
@@ -463,7 +488,7 @@ class _Gate:
             try:
                 message = await asyncio.wait_for(receive(), None if is_read else deadline - time.monotonic())
             except TimeoutError:
-                raise HTTPException(408, f"the request was not sent within {seconds:g} seconds (--timeout)") from None
+                raise HTTPException(408, f"the request was not sent within {seconds:g} seconds (`timeout`)") from None
             num_bytes += len(message.get("body", b""))
             is_read = not message.get("more_body", False)
             if max(num_bytes, int(content_length)) > most:

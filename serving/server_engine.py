@@ -86,7 +86,7 @@ async def in_time(awaited: Awaitable[Any], arrived: float, seconds: float) -> An
         async with asyncio.timeout(arrived + seconds - time.monotonic()):
             return await awaited
     except TimeoutError:
-        raise ServerError(504, f"not answered within {seconds:g} seconds (--timeout)", "timeout") from None
+        raise ServerError(504, f"not answered within {seconds:g} seconds (`timeout`)", "timeout") from None
 
 
 class Engine:

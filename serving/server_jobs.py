@@ -8,16 +8,23 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
+from ..evaluation.slot_origins import slot_origins
 from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline, padded
 from ..modeling.memory.compressed_context import CompressedContext
+from ..modeling.memory.key_value_memory import position_bytes
+from ..modeling.parts.text_ids import text_tokenizer
 from .server_engine import Job
 from .server_memories import ProcessMemories, StoredMemories
+
+# Tokens of a slot that the page shows.
+_TOKENS_OF_A_SLOT = 48
 
 
 class ServedModel:
@@ -62,6 +69,19 @@ class ServedModel:
         ratios = [*sorted(config.compression_ratios), *(["auto"] if config.selects_ratios else [])]
         own = {"ratios": ratios, "default_ratio": config.default_ratio, "model_id": self.model_id}
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "context-compressors", **own}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the page shows of the model."""
+        model, config = self.pipe.model, self.pipe.model.config
+        words = [
+            f"on {config.base_model_name_or_path}" if config.base_model_name_or_path else config.model_type,
+            f"{model.num_parameters() / 1e6:,.0f}M parameters",
+            f"{str(model.dtype).removeprefix('torch.')} on {self.pipe.device}",
+        ]
+        kept = 0 if config.is_encoder_decoder else position_bytes(config.decoder_config, model.dtype)
+        ratios = sorted(config.compression_ratios)
+        return {"name": self.name, "facts": words, "ratios": ratios, "bytes_per_token": kept}
 
     def describe(self, memory_id: str, memory: CompressedContext) -> dict[str, Any]:
         """What is known of a memory of one row."""
@@ -110,6 +130,32 @@ class CompressionJob(Job):
         kept = zip(ids, model.memories.add(ids, [row for _, own in waiting for row in own], texts), strict=True)
         for job, _ in waiting:
             job.finish([model.describe(*next(kept)) for _ in job.texts])
+
+
+class OriginsJob(Job):
+    """The page's look into a document: the text of each token, and each slot's strongest tokens with their weights."""
+
+    def __init__(self, model: ServedModel, text: str, ratio: int, seconds: float):
+        super().__init__(("origins", id(self)), seconds)
+        self.model, self.text, self.ratio = model, text, ratio
+
+    @classmethod
+    def run(cls, jobs: list[Any]) -> None:
+        (job,) = jobs
+        pipe = job.model.pipe
+        (ids,) = pipe.document_ids(job.text)
+        origins = slot_origins(pipe.model, ids, job.ratio)
+        slots = [] if origins is None else origins.strongest(_TOKENS_OF_A_SLOT)
+        pieces = _pieces(text_tokenizer(pipe.model.encoder_tokenizer or pipe.tokenizer), ids, job.text)
+        job.finish({"pieces": pieces, "kind": None if origins is None else origins.kind, "slots": slots})
+
+
+def _pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> list[str]:
+    """The text of each token, in front those of `ids` that open it; a character of several tokens is that of one."""
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    ends = [0, *accumulate((end for _, end in offsets), max)]
+    opening = ids[: max(0, len(ids) - len(offsets))]
+    return [*(tokenizer.decode([token]) for token in opening), *(text[start:end] for start, end in pairwise(ends))]
 
 
 def _alone(memory: CompressedContext) -> CompressedContext:

@@ -55,6 +55,13 @@ EXPAND_TOOL = {
 }
 
 
+class OriginsRequest(_Fields):
+    """`POST /page/slots`: what the slots of a text are made of, at a ratio."""
+
+    text: _Text
+    ratio: _Ratio
+
+
 class TextPart(_Fields):
     """Words of a message."""
 

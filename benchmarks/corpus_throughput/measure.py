@@ -91,7 +91,7 @@ class Measured:
 
         model.compress = timed
         try:
-            self.compressor({"text": self.texts})
+            self.compressor({"id": range(len(self.texts)), "text": self.texts})
         finally:
             model.compress = inner
 
@@ -116,14 +116,14 @@ def load_worker(options: dict[str, Any], device: str) -> None:
     """Load a worker's own model."""
     torch.set_num_threads(1)
     _COMPRESSORS[:] = [CorpusCompressor(CHECKPOINT, device=device, **options)]
-    _COMPRESSORS[0]({"text": ["Loaded."]})
+    _COMPRESSORS[0]({"id": ["a"], "text": ["Loaded."]})
 
 
 def work(texts: list[str]) -> tuple[int, float]:
     """A worker's part: its tokens, and its time on the processor."""
     start = time.process_time()
-    columns = _COMPRESSORS[0]({"text": texts})
-    return sum(columns["num_tokens"]), time.process_time() - start
+    rows = _COMPRESSORS[0]({"id": range(len(texts)), "text": texts})
+    return sum(rows["num_tokens"].to_pylist()), time.process_time() - start
 
 
 def by_workers(texts: list[str], workers: int, options: dict[str, Any], device: torch.device) -> dict[str, Any]:

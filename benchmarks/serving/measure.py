@@ -183,12 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = [
         "--dtype",
         arguments.dtype,
-        "--batch-size",
-        str(arguments.batch_size),
-        "--timeout",
-        "3600",
-        "--max-tokens",
-        "1000000",
+        "--config",
+        f"{{batch_size: {arguments.batch_size}, timeout: 3600, max_tokens: 1000000}}",
         "--device",
         arguments.device,
     ]

@@ -21,9 +21,8 @@ _COMMANDS = {
     "compress": "read documents once, and keep each as a memory file",
     "compress-corpus": "compress a collection into a store, with many processes or machines; go on after a fault",
     "ask": "answer questions from memory files or documents",
-    "serve": "serve memories and the chat that reads them, to clients of OpenAI's API",
-    "mcp": "serve a folder's text files, compressed, to an agent over the Model Context Protocol",
-    "demo": "open a page to try a checkpoint on; without one, answer questions about five pages in the terminal",
+    "serve": "serve memories and the chat that reads them: OpenAI's API, a page to try them on, files for agents",
+    "demo": "answer questions about five pages in the terminal",
     "publish": "write a checkpoint's card, upload it to the Hub, export its decoder for vLLM",
 }
 

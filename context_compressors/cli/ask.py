@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command import argument, command, positive_int, positive_int_or_auto
-from .compress import MEMORY_SUFFIX, MODEL, READING, compress_all, load_pipeline, report_cut
-from .documents import Document, read_documents
+from .command import COLUMN, LOADING, MAX_TOKENS, MODEL, argument, command, positive_int, positive_int_or_auto
+from .compress import MEMORY_SUFFIX, Document, compress_all, read_documents, report_cut
+from .loading import load_pipeline
 
 if TYPE_CHECKING:
     from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
@@ -57,7 +57,9 @@ context-compressors ask my-compressor memories/*.safetensors < questions.txt
     argument(
         "--max-new-tokens", type=positive_int, default=64, help="longest answer in tokens (default: %(default)s)"
     ),
-    *READING,
+    COLUMN,
+    MAX_TOKENS,
+    *LOADING,
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:
@@ -97,13 +99,12 @@ def _documents_alone(
         pipe.check_serves_memories("so that memory files are not asked: give a document")
     texts = [document.text for source in arguments.sources for document in documents[source]]
     pipe.check_max_tokens(arguments.max_tokens)
-    report_cut([len(ids) for ids in pipe.document_ids(texts, arguments.max_tokens)], arguments.max_tokens)
+    report_cut(pipe.document_ids(texts, arguments.max_tokens), arguments.max_tokens)
     return {
         "context": texts,
         "full_text": arguments.full_text,
         "ratio": arguments.ratio,
         "max_tokens": arguments.max_tokens,
-        "allow_untrained_ratio": arguments.allow_untrained_ratio,
     }
 
 
@@ -116,7 +117,7 @@ def _gather_memories(
     for source in arguments.sources:
         if source in documents:
             texts = documents[source]
-            compressed = dict(compress_all(pipe, texts, ratios, 1, arguments))
+            compressed = dict(compress_all(pipe, texts, ratios, arguments.max_tokens))
             memories.extend(compressed[index][0] for index in range(len(texts)))
         else:
             memory = pipe.load_memory(source)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..configuration.nearest_names import nearest
+from ..configuration.nearest_names import check_choice, nearest
+from ..data.yaml_text import parse_yaml, read_yaml
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 
@@ -86,6 +87,26 @@ def check_outputs(paths: Iterable[str | None], overwrite: bool) -> None:
             raise ValueError(f"{path} is there: name another file, or pass --overwrite")
 
 
+def config_argument(fields: str, example: str) -> Argument:
+    """The option that takes rare settings as YAML."""
+    return argument("--config", metavar="YAML", help=f"{fields}, as text or a file, such as '{example}'")
+
+
+def config_fields(config: str | None, allowed: Iterable[str]) -> dict[str, Any]:
+    """Return the fields of a `--config`, which is YAML, `{name: value}`, or a file of YAML.
+
+    Raises:
+        ValueError: a text that is no YAML, or a field that is not allowed.
+    """
+    if config is None:
+        return {}
+    is_text = config.lstrip().startswith("{")
+    fields = parse_yaml(config, "--config") if is_text else read_yaml(Path(config))
+    for name in fields:
+        check_choice("field of --config:", name, allowed)
+    return fields
+
+
 def check_device(name: str) -> None:
     """Raise `ValueError` naming the allowed ones unless this machine has the device, or it is "auto"."""
     if name == "auto":
@@ -124,12 +145,12 @@ TRUST_REMOTE_CODE = argument(
     action="store_true",
     help="allow a checkpoint of a method that this package does not have to run its own code",
 )
-REVISION = argument("--revision", help="branch, tag or commit on the Hub")
 BASE_MODEL = argument(
     "--base-model",
     metavar="MODEL",
     help="Hub id or folder of a light checkpoint's base (default: as the checkpoint says)",
 )
+MODEL = argument("model", help="folder of a compressor, or its Hub id, also ID@REVISION")
 # Of what loads a compressor.
 LOADING = (BASE_MODEL, TRUST_REMOTE_CODE, DEVICE, DTYPE)
 COLUMN = argument(
@@ -144,7 +165,5 @@ MEMORY_DTYPE = argument(
 MAX_TOKENS = argument(
     "--max-tokens", type=positive_int, metavar="N", help="keep only so many tokens of each document (default: all)"
 )
-ALLOW_UNTRAINED_RATIO = argument(
-    "--allow-untrained-ratio", action="store_true", help="go on with a ratio that the model was not trained for"
-)
+
 OVERWRITE = argument("--overwrite", action="store_true", help="replace what is there")

@@ -5,55 +5,29 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command import (
-    ALLOW_UNTRAINED_RATIO,
-    COLUMN,
-    LOADING,
-    MAX_TOKENS,
-    OVERWRITE,
-    REVISION,
-    argument,
-    command,
-    positive_int,
-    positive_int_or_auto,
-)
-from .documents import Document, read_documents
-from .loading import check_ratios, load_compressor
+from ..configuration.nearest_names import nearest
+from .command import COLUMN, LOADING, MAX_TOKENS, MODEL, OVERWRITE, argument, command, positive_int_or_auto
+from .loading import load_pipeline
 
 if TYPE_CHECKING:
     from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
     from ..modeling.memory.compressed_context import CompressedContext
 
 MEMORY_SUFFIX = ".safetensors"
-
-# Of both commands that read documents with a compressor.
-MODEL = argument("model", help="Hub id or folder of a compressor")
-READING = (COLUMN, MAX_TOKENS, ALLOW_UNTRAINED_RATIO, REVISION, *LOADING)
+# Documents that are read at once.
+_BATCH_SIZE = 8
 
 _EXAMPLES = """
 context-compressors compress my-compressor report.txt minutes.txt --output memories
 context-compressors compress my-compressor articles.parquet --column text --ratio 4 --ratio 16
 cat report.txt | context-compressors compress my-compressor --output memories
 """
-
-
-def load_pipeline(
-    arguments: argparse.Namespace, ratios: Sequence[int | str | None] = ()
-) -> ContextCompressionQAPipeline:
-    check_ratios(arguments.model, ratios, arguments)
-    model, tokenizer = load_compressor(
-        arguments.model,
-        arguments.revision,
-        trust_remote_code=arguments.trust_remote_code,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        base_model=arguments.base_model,
-    )
-    return model.question_answering(tokenizer)
 
 
 @command(
@@ -74,14 +48,15 @@ def load_pipeline(
         help="context tokens per slot, or auto for a model that selects them; give it again for several ratios from "
         "one reading (default: the model's default)",
     ),
-    argument("--batch-size", type=positive_int, default=8, help="documents at once (default: %(default)s)"),
     argument(
         "--by-document",
         action="store_true",
         help="name files by the document's id, which the field `memories` of a training finds, and compress each once",
     ),
     OVERWRITE,
-    *READING,
+    COLUMN,
+    MAX_TOKENS,
+    *LOADING,
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:
@@ -101,7 +76,7 @@ def main(arguments: argparse.Namespace) -> None:
     pipe.check_serves_memories("a memory file without one answers nothing: `ask` about the document itself")
     ratios = ratios or [pipe.model.config.default_ratio]
     num_tokens = num_slots = num_bytes = 0
-    for index, memories in compress_all(pipe, documents, ratios, arguments.batch_size, arguments):
+    for index, memories in compress_all(pipe, documents, ratios, arguments.max_tokens):
         num_tokens += int(memories[0].num_context_tokens)
         for path, memory in zip(paths[index], memories, strict=True):
             memory.save(path)
@@ -115,17 +90,60 @@ def main(arguments: argparse.Namespace) -> None:
     )
 
 
+@dataclass(frozen=True)
+class Document:
+    """One document.
+
+    Args:
+        name: file name without its suffix, with the row's number where a file holds several documents.
+        text: the whole text.
+    """
+
+    name: str
+    text: str
+
+
+def read_documents(paths: Sequence[str], column: str = "context") -> list[Document]:
+    """Read documents in the order given."""
+    documents = [document for path in paths for document in _read(path, column)]
+    for document in documents:
+        if not document.text.strip():
+            raise ValueError(f"document {document.name!r} is empty")
+    return documents
+
+
+def _read(path: str, column: str) -> Iterator[Document]:
+    if path == "-":
+        yield Document("stdin", sys.stdin.read())
+        return
+    file = Path(path).expanduser()
+    if not file.is_file():
+        what = "a folder, not a file" if file.is_dir() else "not there"
+        raise ValueError(f"{path} is {what}: give text files, .jsonl or .parquet files, or - for standard input")
+    if file.suffix.lower() in (".jsonl", ".parquet"):
+        from ..data.files import read_records
+
+        for number, row in enumerate(read_records(file), start=1):
+            if not isinstance(row.get(column), str):
+                raise ValueError(f"{path}, row {number} has no text in column {column!r}{nearest(column, row)}")
+            yield Document(f"{file.stem}-{number:06d}", row[column])
+        return
+    try:
+        yield Document(file.stem, file.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
+
+
 def _memory_paths(
     documents: list[Document], ratios: list[int | str], folder: Path, overwrite: bool
 ) -> list[list[Path]]:
     """The memory files of each document, one for each ratio."""
+    names = [document.name for document in documents]
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"two documents have the name {name!r}: rename one, or compress them apart")
     endings = [f".x{ratio}{MEMORY_SUFFIX}" for ratio in ratios] if len(ratios) > 1 else [MEMORY_SUFFIX]
-    paths = [[folder / f"{document.name}{ending}" for ending in endings] for document in documents]
-    seen: set[Path] = set()
-    for document, (first, *_) in zip(documents, paths, strict=True):
-        if first in seen:
-            raise ValueError(f"two documents have the name {document.name!r}: rename one, or compress them apart")
-        seen.add(first)
+    paths = [[folder / f"{name}{ending}" for ending in endings] for name in names]
     existing = [str(path) for of_document in paths for path in of_document if path.exists()]
     if existing and not overwrite:
         raise ValueError(f"{existing[0]} and {len(existing) - 1} more exist: pass --overwrite to replace them")
@@ -133,49 +151,42 @@ def _memory_paths(
 
 
 def compress_all(
-    pipe: ContextCompressionQAPipeline,
-    documents: list[Document],
-    ratios: list[int | str],
-    batch_size: int,
-    arguments: argparse.Namespace,
+    pipe: ContextCompressionQAPipeline, documents: list[Document], ratios: list[int | str], max_tokens: int | None
 ) -> Iterator[tuple[int, list[CompressedContext]]]:
     """Compress documents in batches of similar length, with a progress bar that also moves within a long document."""
     from tqdm.auto import tqdm
 
     from ..modeling.parts.length_batches import length_batches
 
-    pipe.check_max_tokens(arguments.max_tokens)
-    rows = pipe.document_ids([document.text for document in documents], arguments.max_tokens)
-    report_cut([len(row) for row in rows], arguments.max_tokens)
-    rows = [row[: arguments.max_tokens] for row in rows]
+    pipe.check_max_tokens(max_tokens)
+    rows = pipe.document_ids([document.text for document in documents], max_tokens)
+    report_cut(rows, max_tokens)
+    rows = [row[:max_tokens] for row in rows]
     encoder, end = pipe.model.base_model.encoder_backbone, 0
     layers = list(getattr(encoder, "layers", [encoder]))
     options = {"total": sum(map(len, rows)), "desc": "compressing", "unit": "token", "unit_scale": True}
     with tqdm(**options, disable=not sys.stderr.isatty()) as progress:
-        for batch in length_batches([len(row) for row in rows], batch_size):
-            end += sum(len(rows[index]) for index in batch)
 
-            def note(module: Any, inputs: Any, output: Any, end: int = end) -> None:
-                states = output if hasattr(output, "shape") else output[0]
-                # Pads and second readings count no more than the documents have tokens.
-                progress.update(min(states.shape[:2].numel() / len(layers), end - progress.n))
+        def note(module: Any, inputs: Any, output: Any) -> None:
+            states = output[0] if isinstance(output, (tuple, dict)) else output
+            # Pads and second readings count no more than the documents have tokens.
+            progress.update(min(states.shape[:2].numel() / len(layers), end - progress.n))
 
-            hooks = [layer.register_forward_hook(note) for layer in layers]
-            try:
-                memories = pipe.compress_ids([rows[index] for index in batch], ratios, arguments.allow_untrained_ratio)
-            except ValueError as error:
-                longest = max(batch, key=lambda index: len(rows[index]))
-                name, length = documents[longest].name, len(rows[longest])
-                raise ValueError(f"document {name!r} ({length} tokens): {error}") from error
-            finally:
-                for hook in hooks:
-                    hook.remove()
-            for row, index in enumerate(batch):
-                yield index, [memory.rows(row) for memory in memories]  # type: ignore[union-attr]  # of a list of ratios
-            progress.update(end - progress.n)
+        hooks = [layer.register_forward_hook(note) for layer in layers]
+        try:
+            for batch in length_batches([len(row) for row in rows], _BATCH_SIZE):
+                end += sum(len(rows[index]) for index in batch)
+                memories: Any = pipe.compress_ids([rows[index] for index in batch], ratios)
+                for row, index in enumerate(batch):
+                    yield index, [memory.rows(row) for memory in memories]
+                progress.update(end - progress.n)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
-def report_cut(lengths: Sequence[int], limit: int | None) -> None:
-    num_cut = sum(length > limit for length in lengths) if limit else 0
+def report_cut(rows: Sequence[Sequence[int]], limit: int | None) -> None:
+    """Say how many documents are cut to a limit."""
+    num_cut = sum(len(row) > limit for row in rows) if limit else 0
     if num_cut:
-        print(f"cut {num_cut} of {len(lengths)} documents to their first {limit} tokens", file=sys.stderr)
+        print(f"cut {num_cut} of {len(rows)} documents to their first {limit} tokens", file=sys.stderr)

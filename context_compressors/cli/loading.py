@@ -14,10 +14,21 @@ from .command import check_device
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
+
+
+def load_pipeline(
+    arguments: argparse.Namespace, ratios: Sequence[int | str | None] = ()
+) -> ContextCompressionQAPipeline:
+    """Load the compressor that a command's arguments name, after a look at the ratios that it is asked for."""
+    check_ratios(arguments.model, ratios)
+    options = {name: getattr(arguments, name) for name in ("trust_remote_code", "device", "dtype", "base_model")}
+    model, tokenizer = load_compressor(arguments.model, **options)
+    return model.question_answering(tokenizer)
+
 
 def load_compressor(
     name: str,
-    revision: str | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     dtype: str = "auto",
@@ -26,8 +37,7 @@ def load_compressor(
     """Load a compressor and its tokenizer for inference; where texts say "[LM]" or such, these are characters.
 
     Args:
-        name: Hub id or folder.
-        revision: branch, tag or commit on the Hub.
+        name: folder, or Hub id, with a branch, tag or commit behind an @ where it is not the main one.
         trust_remote_code: allow a checkpoint of a method that this package does not have to run its own code.
         device: where to put it; "auto" takes an accelerator if there is one.
         dtype: "auto" (as saved), "float32", "bfloat16" or "float16".
@@ -44,61 +54,59 @@ def load_compressor(
     check_device(device)
     from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
 
-    method = _fields_of_compressor(name, revision)["model_type"]
+    place, revision = _revision_of(name)
+    method = _fields_of_compressor(name)["model_type"]
     # This package's own methods run this package's code, whatever the checkpoint brings along.
     is_ours = method in CONFIG_MAPPING
     if not is_ours and not trust_remote_code:
         raise ValueError(f"{name} has a method of its own, {method!r}: read its code, then pass --trust-remote-code")
     trusts = not is_ours
-    model = load_from_place(name, base_model=base_model, revision=revision, dtype=dtype, trust_remote_code=trusts)
-    tokenizer = tokenizer_from_place(name, revision=revision, trust_remote_code=trusts)
+    model = load_from_place(place, base_model=base_model, revision=revision, dtype=dtype, trust_remote_code=trusts)
+    tokenizer = tokenizer_from_place(place, revision=revision, trust_remote_code=trusts)
     model = model.to(default_device() if device == "auto" else device).eval()
     return model, text_tokenizer(tokenizer) if model.config.task_token_ids else tokenizer
 
 
-def check_ratios(name: str, ratios: Sequence[int | str | None], arguments: argparse.Namespace) -> None:
-    """Refuse a `--ratio` that a compressor does not have, before its weights are loaded.
-
-    `None` is the compressor's own; of the arguments `revision` and `allow_untrained_ratio` count.
-    """
+def check_ratios(name: str, ratios: Sequence[int | str | None]) -> None:
+    """Refuse a `--ratio` that a compressor does not have, before its weights are loaded; `None` is its own."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
     from ..configuration.field_checks import ratio_tuple
 
-    options = vars(arguments)
-    fields = _fields_of_compressor(name, options.get("revision"))
+    fields = _fields_of_compressor(name)
     trained, method = sorted(ratio_tuple(fields["compression_ratios"])), fields["model_type"]
     if "auto" in ratios and not fields.get("ratio_selector"):
         raise ValueError(f"--ratio auto needs a compressor with a ratio selector; {name} has the ratios {trained}")
-    if options.get("allow_untrained_ratio") or (method in CONFIG_MAPPING and not CONFIG_MAPPING[method].is_trained):
+    if method in CONFIG_MAPPING and not CONFIG_MAPPING[method].is_trained:
         return
     for ratio in ratios:
         if ratio not in (*trained, "auto", None):
-            advice = "; --allow-untrained-ratio goes on" if "allow_untrained_ratio" in options else ""
-            raise ValueError(f"--ratio {ratio}: {name} was trained for the ratios {trained}{advice}")
+            raise ValueError(f"--ratio {ratio}: {name} was trained for the ratios {trained}")
 
 
-def _fields_of_compressor(name: str, revision: str | None) -> dict[str, Any]:
+def _revision_of(name: str) -> tuple[str, str | None]:
+    """A model's place and revision, which stands behind an @ of a Hub id."""
+    if Path(name).exists():
+        return name, None
+    place, _, revision = name.partition("@")
+    return place, revision or None
+
+
+def _fields_of_compressor(name: str) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
     from ..modeling.checkpoint.pretrained_bases import naming_broken
 
+    place, revision = _revision_of(name)
     try:
         with naming_broken(f"the model {name}: config.json"):
-            fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+            fields, _ = PreTrainedConfig.get_config_dict(place, revision=revision)
     except OSError as error:
         raise ValueError(f"there is no model {name!r}: {error}") from error
     if "compression_ratios" not in fields:
         raise ValueError(f"{name} is a model of type {fields.get('model_type')!r}, not a context compressor")
     return fields
-
-
-def merge_adapters(model: PreTrainedModel) -> None:
-    """Merge a compressor's adapters into its weights, see `--merge-adapters`; `ValueError` for a language model."""
-    if not hasattr(model, "compress"):
-        raise ValueError(f"--merge-adapters is for a compressor, not for a {type(model).__name__}")
-    model.merge_adapters()
 
 
 def load_model(

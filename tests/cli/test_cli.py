@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ import context_compressors
 from context_compressors import cli
 from context_compressors.cli import loading
 from context_compressors.cli.command import check_device
-from context_compressors.cli.documents import Document
+from context_compressors.cli.compress import Document, compress_all
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.configuration.configuration_ranked_key_values import RankedKeyValuesConfig
 from context_compressors.modeling.memory.compressed_context import CompressedContext
@@ -137,8 +136,7 @@ def test_progress_moves_within_a_document(model_folder: str, monkeypatch: pytest
             self.n += n
 
     monkeypatch.setattr("tqdm.auto.tqdm", Bar)
-    arguments = SimpleNamespace(max_tokens=None, allow_untrained_ratio=False)
-    list(cli.compress.compress_all(pipe, [Document("a", "A text. " * 20)], [4], 1, arguments))
+    list(compress_all(pipe, [Document("a", "A text. " * 20)], [4], None))
     num_tokens = len(pipe.document_ids("A text. " * 20)[0])
     layers = model.base_model.encoder_backbone.layers
     assert moved == pytest.approx([*[num_tokens / len(layers)] * len(layers), 0])
@@ -148,7 +146,7 @@ def test_progress_moves_within_a_document(model_folder: str, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ratio", "5"], r"--ratio 5: .* was trained for the ratios \[4, 8\]; --allow-untrained-ratio goes on"),
+        (["--ratio", "5"], r"--ratio 5: .* was trained for the ratios \[4, 8\]"),
         (["--column", "context", "missing.txt"], r"missing\.txt is not there"),
         (["first.txt"], "two documents have the name 'first'"),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 from context_compressors import cli
 from context_compressors.cli import compress
-from context_compressors.cli.documents import Document, read_documents
+from context_compressors.cli.compress import Document, read_documents
 
 # --- finding the command ---
 
@@ -36,7 +36,7 @@ def test_a_wrong_command_is_refused_with_the_nearest_one(
     ("argv", "message"),
     [
         (["compress", "m", "a.txt", "--ration", "4"], "unknown option '--ration'; did you mean '--ratio'?"),
-        (["compress", "m", "a.txt", "--batch_size=4"], "unknown option '--batch_size'; did you mean '--batch-size'?"),
+        (["compress", "m", "a.txt", "--by_document"], "unknown option '--by_document'; did you mean '--by-document'?"),
         (["compress", "m", "a.txt", "--ratio", "four"], "'four' is not a whole number of at least 1"),
         (["compress", "m", "a.txt", "--ratio", "0"], "'0' is not a whole number of at least 1"),
         (["compress", "m", "a.txt", "--dtype", "int8"], "'int8'"),
@@ -117,12 +117,12 @@ def test_documents_come_from_text_jsonl_parquet_and_standard_input(tmp_path: Pat
     [
         ("a.txt", b" \n", "'a' is empty"),
         ("a.txt", b"\xff\xfe\x00", "not a text file in UTF-8"),
-        ("a.jsonl", b'{"contxt": "x"}', "row 1 has no column 'context'; did you mean 'contxt'"),
+        ("a.jsonl", b'{"contxt": "x"}', "row 1 has no text in column 'context'; did you mean 'contxt'"),
         ("a.jsonl", b"{", "a.jsonl cannot be read, after record 0"),
         ("a.jsonl", b"[1]", "is not a mapping from columns"),
         ("a.jsonl", b'{"context": "\xff"}', "a.jsonl cannot be read, .*utf-8"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl cannot be read, after record 0"),
-        ("a.jsonl", b'{"context": 3}', "row 1: 'context' is int, not text"),
+        ("a.jsonl", b'{"context": 3}', "row 1 has no text in column 'context'"),
         ("a.parquet", b"no", "a.parquet cannot be read, after record 0"),
         ("b/c.txt", b"", "is not there"),
     ],
@@ -138,7 +138,7 @@ def test_an_unreadable_document_is_refused(name: str, content: bytes, message: s
 def test_a_wrong_parquet_column_and_a_folder_are_refused(tmp_path: Path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"context": ["x"], "question": ["y"]}), path)
-    with pytest.raises(ValueError, match="no column 'contexts'; did you mean 'context'"):
+    with pytest.raises(ValueError, match="no text in column 'contexts'; did you mean 'context'"):
         read_documents([str(path)], column="contexts")
     with pytest.raises(ValueError, match="a folder, not a file"):
         read_documents([str(tmp_path)])

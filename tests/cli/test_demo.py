@@ -8,14 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from byte_tokenizers import byte_tokenizer, tiny_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from context_compressors import cli, demo
+from context_compressors import demo
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.data.task_tokens import add_task_tokens
@@ -146,18 +145,6 @@ def test_the_summary_counts_right_answers_of_all_pages_for_each_way_of_reading()
 
 
 # --- the command ---
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", ["chat"], indirect=True)
-def test_with_a_checkpoint_the_demo_opens_its_page(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    page = SimpleNamespace(open=lambda host, port: f"{host}:{port}", blocks=SimpleNamespace(block_thread=lambda: None))
-    monkeypatch.setattr("context_compressors.serving.page.import_gradio", lambda: None)
-    monkeypatch.setattr("context_compressors.serving.page.Page", lambda reader, name, facts, examples: page)
-    assert cli.main(["demo", str(checkpoint), "--port", "7900"]) == 0
-    assert "open 127.0.0.1:7900 in a browser" in capsys.readouterr().out
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path):

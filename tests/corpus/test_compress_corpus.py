@@ -22,9 +22,6 @@ from context_compressors import CorpusCompressor, MemoryStore, cli
 from context_compressors.corpus.compress_corpus import CorpusJob, CorpusReport, compress_locally, write_rows
 from context_compressors.corpus.corpus_rows import CorpusColumns, corpus_parts, read_part
 
-sys.path.append(os.path.join(os.path.dirname(__file__), "..", "modeling"))
-from random_memories import make_memory
-
 
 @pytest.fixture(scope="module")
 def model(small_checkpoints):
@@ -89,8 +86,8 @@ def test_rows_with_half_a_character_or_nested_too_deep_are_failures_of_their_own
     found = rows_of([str(path)], id="key", metadata=("n",))
     pyarrow.Table.from_pylist(found)
     assert [row["id"] for row in found] == ["a", "b", "c\\ud83d", "d", *(f"caf\\udce9.jsonl:{i}" for i in (4, 5))]
-    assert [row["text"] for row in found] == ["A text.", *[None] * 5]
-    assert [row["error"].rpartition(" ")[2] for row in found[1:4]] == ["metadata", "id", "text"]
+    assert [row["text"] for row in found] == ["A text."] * 3 + [None] * 3
+    assert "half of a character" in found[3]["error"]
     assert "not JSON: maximum recursion depth" in found[4]["error"]
     assert rows_of([str(path)])[5]["text"] == "The last."
 
@@ -164,7 +161,7 @@ def test_the_command_fills_a_store_goes_on_with_it_and_lists_what_failed(collect
     store, failures = str(tmp_path / "s.lance"), tmp_path / "s.lance.failed.jsonl"
     command = ["compress-corpus", str(collection), "--model", model, "--store", store, "--ratio", "4"]
     command += ["--device", "cpu"]
-    assert cli.main([*command, "--batch-size", "3", "--commit-seconds", "0"]) == 0
+    assert cli.main([*command, "--config", "{batch_size: 3, commit_seconds: 0}"]) == 0
     assert "7 rows with" in capsys.readouterr().err
     failed = [json.loads(line)["id"] for line in failures.read_text(encoding="utf-8").splitlines()]
     assert sorted(failed) == ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3", "sub/b.md"]
@@ -179,14 +176,19 @@ def test_the_command_fills_a_store_goes_on_with_it_and_lists_what_failed(collect
         assert difference.abs().max() <= 2 * alone.scales.max()
     made.delete(["pages.parquet:0"])
     for options, message in (
-        ([], "go on with --resume"),
-        (["--resume", "--ratio", "2"], "memories at ratio 4, not at 2"),
-        (["--resume", "--memory-dtype", "float16"], "is in 'int8', not in 'float16'"),
+        (["--ratio", "2"], "memories at ratio 4, not at 2"),
+        (["--config", "{memory_dtype: float16}"], "memories of dtype 'int8', not of 'float16'"),
+        (
+            ["--config", "{memory_type: int4}"],
+            "unknown field of --config: 'memory_type'; did you mean 'memory_dtype'?",
+        ),
     ):
         assert cli.main([*command, *options]) == 1
         assert message in capsys.readouterr().err
-    assert cli.main([*command, "--resume", "--no-texts"]) == 0
-    assert "1 rows with" in capsys.readouterr().err
+    assert cli.main([*command, "--config", "{keep_texts: false}"]) == 0
+    printed = capsys.readouterr().err
+    assert "1 rows with" in printed
+    assert "6 rows left out: the store has their ids" in printed
     made.refresh()
     assert (len(made), made.texts()["pages.parquet:0"]) == (7, None)
 
@@ -209,9 +211,7 @@ def test_a_failures_file_is_beside_the_store_or_here_and_can_be_written_before_a
         assert cli.main([*command, "--store", store]) == 0
         text = (tmp_path / f"{place}.failed.jsonl").read_text(encoding="utf-8")
         assert json.loads(text) == {"id": "a\\ud83d", "error": "why"}
-    assert "were there already" not in capsys.readouterr().err
-    assert cli.main([*command, "--store", "s.lance", "--address", "auto"]) == 1
-    assert "--address goes with --engine ray" in capsys.readouterr().err
+    assert "left out" not in capsys.readouterr().err
     name = "context_compressors.corpus.compress_corpus.compress_locally"
     monkeypatch.setattr(name, lambda job, devices: iter([CorpusReport(0, 0, [("a", "why"), ("b", "how")])]))
     assert cli.main([*command, "--store", "s.lance"]) == 1
@@ -220,30 +220,8 @@ def test_a_failures_file_is_beside_the_store_or_here_and_can_be_written_before_a
     assert cli.main([*command, "--store", "s.lance"]) == 1
     assert capsys.readouterr().err.endswith("error: 10 of 19 rows failed; the first, '0': why\n")
     monkeypatch.setattr(name, lambda job, devices: iter([CorpusReport(0, 0, [("a", "why")], num_there=2)]))
-    assert cli.main([*command, "--store", "s.lance", "--resume"]) == 0
-    assert "2 rows were there already" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_what_is_left_out_is_counted_and_another_text_under_an_id_of_the_store_is_named(model, tmp_path, capsys):
-    def compress(folder, *texts):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        lines = [json.dumps({"text": text}) for text in texts]
-        (tmp_path / folder / "pages.jsonl").write_text("\n".join(lines), encoding="utf-8")
-        command = ["compress-corpus", str(tmp_path / folder / "pages.jsonl"), "--model", model, "--ratio", "4"]
-        code = cli.main([*command, "--store", str(tmp_path / "s.lance"), "--device", "cpu", "--resume"])
-        return code, capsys.readouterr().err
-
-    assert compress("january", "The first.", "The second.")[0] == 0
-    code, printed = compress("february", "Another.", "The second.", "The third.")
-    assert code == 0
-    assert "1 rows with" in printed
-    assert "1 rows failed" in printed
-    assert "1 rows were there already" in printed
-    failed = json.loads((tmp_path / "s.lance.failed.jsonl").read_text(encoding="utf-8"))
-    assert failed["id"] == "pages.jsonl:0"
-    assert "the store has another text with this id" in failed["error"]
-    assert list(MemoryStore.open(tmp_path / "s.lance").texts().values()) == ["The first.", "The second.", "The third."]
+    assert cli.main([*command, "--store", "s.lance"]) == 0
+    assert "2 rows left out" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -261,45 +239,19 @@ def test_a_store_of_another_model_is_not_gone_on_with(model, tmp_path, num_worke
     assert sum(report.num_rows for report in made) == 1
     names = [CorpusCompressor(path, 4, device="cpu").form.model_id for path in (model, str(other))]
     message = re.escape(f"the store holds memories of the model {names[0]!r}, not of {names[1]!r}")
-    changed = replace(job, inputs=(str(tmp_path / "b.jsonl"),), model=str(other), resume=True)
+    changed = replace(job, inputs=(str(tmp_path / "b.jsonl"),), model=str(other))
     with pytest.raises(ValueError, match=message):
         list(compress_locally(changed, ["cpu"] * num_workers))
     # As where another process makes the store meanwhile.
-    rows = {"id": ["x"], "text": ["One."], "metadata": [None], "error": [None]}
-    table = replace(changed, store=str(tmp_path / "none.lance")).compressor("cpu")(rows)
-    with pytest.raises(ValueError, match=message):
-        write_rows(job.store, table)
-    in_float = replace(job, store=str(tmp_path / "none.lance"), dtype="float16").compressor("cpu")(rows)
-    with pytest.raises(ValueError, match="is in 'int8', not in 'float16'"):
-        write_rows(job.store, in_float)
+    rows = {"id": ["x"], "text": ["One."]}
+    for table in (CorpusCompressor(other, 4)(rows), CorpusCompressor(model, 4, memory_dtype="float16")(rows)):
+        with pytest.raises(ValueError, match=r"the store holds memories of (the model|dtype)"):
+            write_rows(job.store, table)
     assert len(MemoryStore.open(job.store)) == 1
 
 
-def test_a_row_that_loses_its_id_to_another_process_is_named(tmp_path, monkeypatch):
-    memory, place = make_memory((3,)), str(tmp_path / "s.lance")
-    store = MemoryStore.create(place, memory)
-
-    def table(text):
-        rows = store.table_of(["a"], memory, [text])
-        return rows.append_column("error", pyarrow.nulls(1, pyarrow.string()))
-
-    known = MemoryStore.known_texts
-    for text, failures in (("Another text.", [("a", "another row has this id")]), ("My text.", [])):
-
-        def race(self, ids, text=text):
-            found = known(self, ids)
-            monkeypatch.setattr(MemoryStore, "known_texts", known)
-            write_rows(place, table(text))
-            return found
-
-        monkeypatch.setattr(MemoryStore, "known_texts", race)
-        report = write_rows(place, table("My text."))
-        assert (report.num_rows, report.num_there, report.failures) == (0, 1 - len(failures), failures)
-        MemoryStore.open(place).delete(["a"])
-
-
 @pytest.mark.slow
-def test_an_id_that_comes_again_is_kept_once_and_named(model, tmp_path):
+def test_an_id_that_comes_again_is_kept_once_and_counted(model, tmp_path):
     lines = [json.dumps({"text": f"text {i}", "key": key}) for i, key in enumerate("abcab")]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
     job = CorpusJob(
@@ -311,12 +263,9 @@ def test_an_id_that_comes_again_is_kept_once_and_named(model, tmp_path):
         batch_size=4,
         commit_seconds=0,
     )
-    total = list(compress_locally(job, ["cpu"]))
-    assert [report.num_rows for report in total] == [3, 0]
-    assert sorted(name for report in total for name, _ in report.failures) == ["a", "b"]
-    store = MemoryStore.open(job.store)
-    assert sorted(store.ids()) == ["a", "b", "c"]
-    assert sum(report.num_tokens for report in total) == int(store.get(["a", "b", "c"]).num_context_tokens.sum())
+    total = sum(compress_locally(job, ["cpu"]), CorpusReport())
+    assert (total.num_rows, total.num_there, total.failures) == (3, 2, [])
+    assert MemoryStore.open(job.store).texts() == {"a": "text 0", "b": "text 1", "c": "text 2"}
 
 
 @pytest.mark.release
@@ -333,9 +282,11 @@ def test_a_run_that_is_killed_is_taken_up_again_and_nothing_is_done_twice_or_los
         "compress-corpus",
         str(tmp_path / "pages.parquet"),
     ]
-    command += ["--model", model, "--store", str(store), "--ratio", "4", "--device", "cpu", "--commit-seconds", "0"]
+    command += ["--model", model, "--store", str(store), "--ratio", "4", "--device", "cpu"]
     # Two workers, which end with their parent.
-    process = subprocess.Popen([*command, "--batch-size", "4", "--workers", "2"], start_new_session=True)
+    process = subprocess.Popen(
+        [*command, "--config", "{batch_size: 4, commit_seconds: 0}", "--workers", "2"], start_new_session=True
+    )
     deadline = time.monotonic() + 500
     while time.monotonic() < deadline and process.poll() is None:
         found = MemoryStore.find(store)
@@ -350,7 +301,7 @@ def test_a_run_that_is_killed_is_taken_up_again_and_nothing_is_done_twice_or_los
     while Path(f"/proc/{process.pid}").exists() or _children(process.pid):
         assert time.monotonic() < deadline, "workers outlived their parent"
         time.sleep(0.1)
-    result = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=True)
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"{300 - len(before)} rows with" in result.stderr
     store.refresh()
     assert sorted(store.ids()) == sorted(f"pages.parquet:{i}" for i in range(300))

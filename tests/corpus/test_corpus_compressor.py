@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from context_compressors import CorpusCompressor, KVZipForCausalLM, MeanPoolingConfig, MeanPoolingForCausalLM
-from context_compressors.modeling.memory.memory_quantization import dequantize_tensor
+from context_compressors.corpus.memory_columns import memory_of_columns
 from context_compressors.modeling.parts.length_batches import batches_in_order, length_batches
 
 RANDOM = random.Random(0)
@@ -76,37 +76,38 @@ def test_each_row_holds_what_its_text_alone_is_compressed_to(folder, pipe):
 def check_columns(folder, pipe, memory_dtype):
     compressor = CorpusCompressor(folder, 2, batch_tokens=60, device="cpu", memory_dtype=memory_dtype)
     texts = [*TEXTS[:3], *BAD, *TEXTS[3:]]
-    columns = pickle.loads(pickle.dumps(compressor))({"id": list(range(10)), "text": texts})
-    assert (columns["id"], columns["text"]) == (list(range(10)), texts)
-    assert [bool(error) for error in columns["error"]] == [text in BAD for text in texts]
-    assert columns["error"][3].startswith("TypeError: `text` must be a text")
-    assert "half of one (a lone surrogate)" in columns["error"][5]
-    for row, text in enumerate(texts):
-        if text in BAD:
-            assert len(columns["slots"][row]) == columns["num_tokens"][row] == 0
-            continue
-        alone = pipe.compress(text, ratio=2)
-        assert columns["model_id"][row] == alone.model_id
-        assert (columns["num_tokens"][row], columns["ratio"][row]) == (len(pipe.document_ids(text)[0]), 2)
-        assert columns["position_ids"][row].tolist() == alone.position_ids[0].tolist()
-        slots = torch.tensor(columns["slots"][row])
-        if memory_dtype == "int8":
-            scales, alone = torch.tensor(columns["scales"][row]), alone.quantize("int8")
-            assert slots.nbytes + scales.nbytes == alone.nbytes
-            slots = dequantize_tensor(slots.view(torch.int8), scales)
+    batch = {"id": list(range(10)), "text": texts, "metadata": [f'{{"n": {row}}}' for row in range(10)]}
+    table = pickle.loads(pickle.dumps(compressor))(batch)
+    assert table["id"].to_pylist() == [str(row) for row in range(10)]
+    errors = table["error"].to_pylist()
+    assert [error is not None for error in errors] == [text in BAD for text in texts]
+    assert errors[3].startswith("TypeError: `text` must be a text")
+    assert "half of one (a lone surrogate)" in errors[5]
+    good = [row for row, text in enumerate(texts) if text not in BAD]
+    memory = memory_of_columns(table.take(good), compressor.form)
+    assert table.take(good)["text"].to_pylist() == [texts[row] for row in good]
+    assert table.take(good)["metadata"].to_pylist() == [f'{{"n": {row}}}' for row in good]
+    for row, place in enumerate(good):
+        alone = pipe.compress(texts[place], ratio=2)
+        kept = alone.quantize(memory_dtype) if memory_dtype == "int8" else alone
+        own = memory.rows(row)
+        assert (own.model_id, own.ratio) == (alone.model_id, 2)
+        assert int(own.num_context_tokens) == int(alone.num_context_tokens)
         # Beside others and alone the last digits differ, which may round to a neighbour.
-        torch.testing.assert_close(slots.float(), alone.dequantize().embeddings[0], atol=0.02, rtol=0.01)
+        torch.testing.assert_close(
+            own.dequantize().embeddings.float(), kept.dequantize().embeddings, atol=0.02, rtol=0.01
+        )
 
 
 def test_heads_that_keep_unlike_numbers_of_key_values_keep_their_names(folder, pipe):
     model = KVZipForCausalLM.from_base(folder.parent / "base").eval()
     zipping = model.question_answering(pipe.tokenizer)
-    columns = CorpusCompressor(zipping, 2, device="cpu", memory_dtype="float16")({"text": TEXTS})
+    compressor = CorpusCompressor(zipping, 2, device="cpu", memory_dtype="float16")
+    memory = memory_of_columns(compressor({"id": range(len(TEXTS)), "text": TEXTS}), compressor.form)
     for row, text in enumerate(TEXTS):
-        alone = zipping.compress(text, ratio=2)
-        for name in ("head_ids", "coarsest_ratios"):
-            assert columns[name][row].tolist() == getattr(alone, name)[0].tolist()
-        assert columns["slots"][row].shape[0] == int(alone.num_slots)
+        alone, own = zipping.compress(text, ratio=2), memory.rows(row)
+        for name in ("head_ids", "coarsest_ratios", "num_slots"):
+            assert getattr(own, name).tolist() == getattr(alone, name).tolist()
 
 
 @pytest.mark.slow
@@ -142,13 +143,13 @@ def test_a_text_longer_than_a_batch_is_read_in_parts(small_checkpoints, monkeypa
     model = MeanPoolingForCausalLM.from_pretrained(small_checkpoints / "mean_pooling", config=config).eval()
     pipe = model.question_answering(AutoTokenizer.from_pretrained(small_checkpoints / "mean_pooling"))
     sizes, encode, text = [], model.model.encode, "Nora Lind sold honey. " * 20
-    expected = CorpusCompressor(pipe, 2)({"text": [text]})
+    ((_, expected),) = CorpusCompressor(pipe, 2).compress([text])
     monkeypatch.setattr(
         model.model, "encode", lambda chunks, *given: sizes.append(chunks.input_ids.numel()) or encode(chunks, *given)
     )
-    found = CorpusCompressor(pipe, 2, batch_tokens=20)({"text": [text]})
+    ((_, found),) = CorpusCompressor(pipe, 2, batch_tokens=20).compress([text])
     assert max(sizes) <= 20 < sum(sizes)
-    assert abs(found["slots"][0].astype(int) - expected["slots"][0]).max() <= 1
+    assert (found.embeddings.int() - expected.embeddings.int()).abs().max() <= 1
     assert model.model.tokens_at_once == 8192
 
 
@@ -163,22 +164,17 @@ def test_a_batch_that_fails_is_halved_until_the_bad_row_is_found(folder, pipe, m
         return compress(rows, *arguments)
 
     monkeypatch.setattr(pipe, "compress_ids", out_of_memory)
-    columns = CorpusCompressor(pipe)({"text": TEXTS})
-    assert columns["error"] == ["", "", "", "", "OutOfMemoryError: too much", "", ""]
-    assert [bool(tokens) for tokens in columns["num_tokens"]] == [True] * 4 + [False] + [True] * 2
+    errors = CorpusCompressor(pipe)({"id": range(7), "text": TEXTS})["error"].to_pylist()
+    assert errors == [*[None] * 4, "OutOfMemoryError: too much", None, None]
     # One token that tells what is wrong with all rows, and then all of them at once.
     assert sizes[:2] == [1, 7]
 
 
 def test_what_is_wrong_with_all_rows_is_refused(folder, pipe):
-    for wrong, message in (
-        ({"texts": TEXTS}, r"no column 'text'; its columns are \['texts'\]"),
-        ({"text": TEXTS, "ratio": [2] * 7}, r"has columns \['ratio'\] already"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            CorpusCompressor(pipe)(wrong)
+    with pytest.raises(ValueError, match=r"no column 'text'; its columns are \['id', 'texts'\]"):
+        CorpusCompressor(pipe)({"id": range(7), "texts": TEXTS})
     with pytest.raises(ValueError, match="was not trained for the ratio 5"):
-        CorpusCompressor(pipe, 5)({"text": TEXTS})
+        next(CorpusCompressor(pipe, 5).compress(TEXTS))
     with pytest.raises(TypeError, match="give the model's folder or Hub id"):
         pickle.dumps(CorpusCompressor(pipe))
     with pytest.raises(ValueError, match="unknown memory_dtype 'int3'"):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store gives back what was put in, in every form, whoever else writes and whoever is killed."""
 
+import json
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from context_compressors import MemoryStore
+from context_compressors import CompressedContext, MemoryStore
 from context_compressors.corpus.memory_columns import MemoryForm
 from context_compressors.modeling.memory.carriers import map_carrier, scale_tensors
 
@@ -42,7 +43,7 @@ def assert_equal(left, right):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2", "float16"])
-def test_memories_come_back_by_id_as_they_were_kept_and_from_files_too(dtype, tmp_path):
+def test_memories_come_back_by_id_as_they_were_kept_and_are_exported(dtype, tmp_path):
     for carrier in ("embeddings", "key_values"):
         check_memories_come_back(carrier, dtype, tmp_path / carrier)
 
@@ -57,13 +58,16 @@ def check_memories_come_back(carrier, dtype, tmp_path):
     assert_equal(store.get(IDS), expected)
     assert_equal(store.get(["d/e", "a", "d/e"]), expected.rows([3, 0, 3]))
     assert store.texts(IDS) == dict(zip(IDS, texts, strict=True))
-    assert store.metadata(IDS[::-1]) == metadata[::-1]
+    described = [None if value is None else json.dumps(value, ensure_ascii=False) for value in metadata]
+    assert store.read(IDS[::-1], ["metadata"])["metadata"].to_pylist() == described[::-1]
     paths = store.export(tmp_path / "files")
-    assert [path.name for path in paths] == [f"{name}.safetensors" for name in ("a", "it%27s", "empty", "d%2Fe")]
-    other = MemoryStore.create(tmp_path / "t.lance", memory, dtype)
-    assert other.import_files(tmp_path / "files") == IDS
-    assert_equal(other.get(["d/e", "a"]), expected.rows([3, 0]))
-    assert (other.texts(), other.metadata(IDS)) == (store.texts(), metadata)
+    for row, path in enumerate(paths):
+        assert_equal(CompressedContext.load(path), expected.rows(row))
+    lines = (tmp_path / "files" / "memories.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"file": path.name, "id": name, "text": text, "metadata": value}
+        for path, name, text, value in zip(paths, IDS, texts, described, strict=True)
+    ]
 
 
 def test_a_damaged_memory_is_named(tmp_path):
@@ -96,23 +100,7 @@ def test_versions_stay_readable_until_they_are_compacted_and_a_reader_keeps_its_
     assert (len(reader), reader.contains(["a", "x", "c"])) == (3, [True, False, True])
 
 
-def test_files_hold_texts_with_any_end_of_a_line_and_ids_of_any_length(tmp_path):
-    memory = make_memory((3, 5))
-    ids, texts = (
-        ["灯台の管理人が飼っていた蜂の巣箱の数と収穫された蜂蜜の量", "b"],
-        ["one\u2028two\u2029", "x\x85y\x0c\r\n"],
-    )
-    store, copy = (MemoryStore.create(tmp_path / name, memory) for name in ("s.lance", "t.lance"))
-    store.add(ids, memory, texts)
-    store.export(tmp_path / "files")
-    assert copy.import_files(tmp_path / "files") == ids
-    assert copy.texts() == store.texts()
-    assert_equal(copy.get(ids), store.get(ids))
-    with pytest.raises(ValueError, match=r"the store has ids '灯台.*', 'b' already"):
-        copy.import_files(tmp_path / "files")
-
-
-def test_an_export_that_fails_leaves_the_index_that_is_there_and_its_lines_are_checked(tmp_path):
+def test_an_export_that_fails_leaves_the_index_that_is_there(tmp_path):
     store = MemoryStore.create(tmp_path / "s.lance", make_memory((3, 4)))
     store.add(["a", "b"], make_memory((3, 4)), ["x", "y"])
     folder = tmp_path / "files"
@@ -125,12 +113,6 @@ def test_an_export_that_fails_leaves_the_index_that_is_there_and_its_lines_are_c
     for wrong in (store.export, store.contains):
         with pytest.raises(TypeError, match="must be a list of ids, got 'ab'"):
             wrong(*((folder,) if wrong == store.export else ()), "ab")
-    other = MemoryStore.create(tmp_path / "other.lance", make_memory((3, 4)))
-    file = written.splitlines()[0].partition('"file": "')[2].partition('"')[0]
-    for line in ('{"id": "x"}', f'{{"file": "{file}"}}', "[1]", f'{{"id": "x", "file": "../files/{file}"}}', "{"):
-        index.write_text(line)
-        with pytest.raises(ValueError, match=r"memories\.jsonl, line 1 "):
-            other.import_files(folder)
 
 
 def test_of_memories_one_of_which_another_process_adds_meanwhile_none_is_added(tmp_path, monkeypatch):
@@ -172,7 +154,6 @@ def test_what_is_wrong_is_named(tmp_path):
         "dtype of a store: 'int3'": lambda: MemoryStore.create(tmp_path / "t.lance", memory, "int3"),
         "the store has format version 1, this code reads version 3": lambda: MemoryForm.from_json('{"dtype": "int8"}'),
         "a memory without `model_id`": lambda: MemoryStore.create(tmp_path / "t.lance", replace(memory, model_id="")),
-        "there is no memory file": lambda: store.import_files(tmp_path),
     }
     for message, call in wrong.items():
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -186,7 +167,7 @@ WRITER = """
 import sys
 sys.path.append(sys.argv[2])
 from random_memories import make_memory
-from context_compressors import MemoryStore
+from context_compressors import CompressedContext, MemoryStore
 from context_compressors.corpus.memory_columns import MemoryForm
 
 store = MemoryStore.open(sys.argv[1])

@@ -23,7 +23,6 @@ _TRACKIO = tempfile.TemporaryDirectory(prefix="trackio-")
 os.environ.update(
     ANONYMIZED_TELEMETRY="False",
     DO_NOT_TRACK="1",
-    GRADIO_ANALYTICS_ENABLED="False",
     HAYSTACK_TELEMETRY_ENABLED="False",
     LANGSMITH_TRACING="false",
     TRACKIO_DIR=_TRACKIO.name,

@@ -36,7 +36,7 @@ def call(server, *calls):
 
 def test_an_agent_compresses_asks_and_expands_over_stdio(small_checkpoints, memories, folder):
     checkpoint = str(small_checkpoints / "mean_pooling")
-    words = ["-P", "-m", "context_compressors.cli", "mcp", checkpoint, str(folder), "--device", "cpu"]
+    words = ["-P", "-m", "context_compressors.cli", "serve", checkpoint, "--mcp", str(folder), "--device", "cpu"]
     server = mcp.stdio_client(mcp.StdioServerParameters(command=sys.executable, args=words, env=dict(os.environ)))
 
     async def run():

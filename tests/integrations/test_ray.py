@@ -24,7 +24,7 @@ def command(small_checkpoints, tmp_path):
     inputs = [str(tmp_path / f"{name}.jsonl") for name in ("first", "second")]
     start = [sys.executable, "-P", "-m", "context_compressors.cli", "compress-corpus", *inputs, "--engine", "ray"]
     start += ["--model", str(small_checkpoints / "mean_pooling"), "--store", str(tmp_path / "s.lance"), "--ratio", "4"]
-    return [*start, "--device", "cpu", "--batch-size", "8", "--commit-megabytes", "0.001"]
+    return [*start, "--device", "cpu", "--config", "{batch_size: 8, commit_bytes: 1000}"]
 
 
 def test_a_run_of_ray_that_is_killed_is_taken_up_again_and_nothing_is_done_twice_or_lost(command, tmp_path):
@@ -44,7 +44,7 @@ def test_a_run_of_ray_that_is_killed_is_taken_up_again_and_nothing_is_done_twice
     store.refresh()
     before = list(store.ids())
     assert 16 <= len(before) < 400, "it was killed on the way"
-    result = subprocess.run([*command, "--resume"], capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert f"{400 - len(before)} rows with" in result.stderr
     store.refresh()

@@ -229,7 +229,7 @@ def test_the_command_refuses_a_port_before_it_loads_a_model_and_a_store_in_anoth
     store, model = str(tmp_path / "s.lance"), str(small_checkpoints / "mean_pooling")
     MemoryStore.create(store, pipe.compress("A page."), "int4")
     assert cli.main(["serve", model, "--port", "0", "--store", store, "--device", "cpu"]) == 1
-    assert "s.lance is in 'int4', not in 'int8'" in capsys.readouterr().err
+    assert "memories of dtype 'int4', not of 'int8'" in capsys.readouterr().err
 
 
 def test_the_command_serves_a_store_that_outlives_it_and_stops_at_ctrl_c(small_checkpoints, tmp_path):
@@ -272,6 +272,6 @@ def test_the_command_serves_a_store_that_outlives_it_and_stops_at_ctrl_c(small_c
     kept = MemoryStore.open(store)
     assert kept.texts() == {memory_id: TEXTS[0]}
     assert kept.form.dtype == "int8"
-    refused = subprocess.run([*command, "--timeout", "0"], capture_output=True, text=True)
+    refused = subprocess.run([*command, "--config", "{timeout: 0}"], capture_output=True, text=True)
     assert refused.returncode == 1
     assert "`timeout` must be above 0" in refused.stderr

@@ -159,6 +159,7 @@ def test_nothing_but_health_and_metrics_is_told_without_the_key(serve, pipe, pre
                 assert client.get(place + path).status_code == 401, (place, path)
             assert client.post(f"{place}/v1/memories", json={"text": "a"}).status_code == 401
             assert client.get(f"{place}/health").status_code in (200, 503)
+            assert client.get(f"{place}/").status_code == 200
             assert client.get(f"{place}/v1/models", headers={"Authorization": "Bearer k"}).status_code == 200
 
 
@@ -319,7 +320,7 @@ def test_limits_are_refusals_that_say_what_is_allowed(serve, pipe, gate):
     assert "1 requests wait" in error["message"]
     for thread in threads:
         thread.join()
-    assert statuses == ["not answered within 6 seconds (--timeout)"] * 2
+    assert statuses == ["not answered within 6 seconds (`timeout`)"] * 2
     gate.set()
     running.until(lambda: not running.metric("running_requests"))
     assert gate.batches == [1], "what waited had no turn after its time"
