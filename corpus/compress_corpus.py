@@ -36,7 +36,7 @@ class CorpusJob:
         inputs: see [`corpus_parts`].
         store: the store's place; rows whose ids it has are left out.
         model: Hub id or folder of a compressor.
-        ratio: context tokens per slot, or "auto".
+        ratio: context tokens per slot.
         columns: names of the inputs' columns.
         batch_size: rows that a worker takes at once.
         commit_seconds: how long what is done waits until it is written, at the most, on one machine.
@@ -47,7 +47,7 @@ class CorpusJob:
     inputs: tuple[str, ...]
     store: str
     model: str
-    ratio: int | str
+    ratio: int
     columns: CorpusColumns = field(default_factory=CorpusColumns)
     batch_size: int = 256
     commit_seconds: float = 30.0
@@ -58,7 +58,7 @@ class CorpusJob:
         """The parts to read; `ValueError` for a store whose memories have another ratio."""
         store = MemoryStore.find(self.store)
         # Texts that selected their ratios may have any.
-        others = {self.ratio} if store is None or self.ratio == "auto" else store.ratios()
+        others = {self.ratio} if store is None else store.ratios()
         if others - {self.ratio}:
             raise ValueError(f"the store {self.store} has memories at ratio {min(others)}, not at {self.ratio}")
         return corpus_parts(self.inputs, self.columns)

@@ -38,7 +38,7 @@ class CorpusCompressor:
 
     Args:
         model: Hub id or folder of a compressor; or a pipeline that is loaded, which stays in its process.
-        ratio: Context tokens per slot, or "auto" for a checkpoint that selects them; its default if not given.
+        ratio: Context tokens per slot; the checkpoint's default if not given.
         text_column: The column of the texts.
         memory_dtype: What slots are kept in: "int8", "int4", "int2" or "float16".
         keep_texts: Whether rows have the texts.
@@ -61,7 +61,7 @@ class CorpusCompressor:
     def __init__(
         self,
         model: str | os.PathLike | ContextCompressionQAPipeline,
-        ratio: int | str | None = None,
+        ratio: int | None = None,
         *,
         text_column: str = "text",
         memory_dtype: str = "int8",

@@ -97,7 +97,7 @@ def evaluate_model(
         settings,
         max_positions([model.config] if teacher is None else [model.config, teacher.config]),
         _max_context_tokens(model, tokenizer, ratios, settings),
-        1 if any(condition.with_context for condition in conditions) else lowest_ratio(model.config, ratios),
+        1 if any(condition.with_context for condition in conditions) else min(ratios, default=1),
     )
     if compresses:
         _check_prefix(model, builder.prefix_ids, teacher, ratios, settings)
@@ -124,7 +124,6 @@ def evaluate_model(
         settings={
             **asdict(settings),
             "ratios": ratios,
-            **({"ratio_scale": model.config.ratio_scale} if "auto" in ratios else {}),
             "prompts": model_label(settings.prompts) if isinstance(settings.prompts, str) else settings.prompts,
             "generation": {**greedy_decoding(model), **settings.generation},
             "text_compressor": settings.text_compressor and model_label(settings.text_compressor),
@@ -179,12 +178,6 @@ def weights_and_configuration(model: PreTrainedModel) -> dict[str, Any]:
         "weights": weights_fingerprint(model, of_answers=True),
         "configuration": settings_fingerprint(model.config, of_answers=True),
     }
-
-
-def lowest_ratio(config: PreTrainedConfig, ratios: Sequence[int | str]) -> int:
-    """The lowest ratio that contexts may be compressed at, 1 without any; "auto" may take any of the checkpoint's."""
-    own = config.compression_ratios if "auto" in ratios else ()
-    return min((int(ratio) for ratio in (*ratios, *own) if ratio != "auto"), default=1)
 
 
 def _check_language_model(
@@ -281,12 +274,10 @@ def _tasks_of_datasets(
     return work
 
 
-def _ratios(config: PreTrainedConfig, settings: EvaluationSettings) -> list[int | str]:
+def _ratios(config: PreTrainedConfig, settings: EvaluationSettings) -> list[int]:
     trained = sorted(config.compression_ratios)
     ratios = list(settings.ratios or trained)
-    if "auto" in ratios and not config.selects_ratios:
-        raise ValueError(f"the ratio 'auto' needs a checkpoint with a ratio selector; this one has {trained} alone")
-    untrained = [ratio for ratio in ratios if ratio not in (*trained, "auto") and config.is_trained]
+    untrained = [ratio for ratio in ratios if ratio not in trained and config.is_trained]
     if untrained and not settings.allow_untrained_ratio:
         raise ValueError(
             f"the checkpoint was not trained for the ratios {untrained}, only for {trained}; allow_untrained_ratio "
@@ -296,7 +287,7 @@ def _ratios(config: PreTrainedConfig, settings: EvaluationSettings) -> list[int 
 
 
 def _conditions(
-    model: PreTrainedModel, teacher: PreTrainedModel | None, ratios: list[int | str], settings: EvaluationSettings
+    model: PreTrainedModel, teacher: PreTrainedModel | None, ratios: list[int], settings: EvaluationSettings
 ) -> list[Condition]:
     if settings.task_tokens_in_bounds and (
         teacher is not None or not can_compress(model) or not model.config.task_token_ids
@@ -361,7 +352,7 @@ def max_positions(configs: Sequence[PreTrainedConfig]) -> int | None:
 def _max_context_tokens(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    ratios: Sequence[int | str],
+    ratios: Sequence[int],
     settings: EvaluationSettings,
 ) -> int | None:
     """Most tokens of a context: what the settings allow and, where it is compressed, what the encoder reads.
@@ -370,7 +361,7 @@ def _max_context_tokens(
     """
     limit = None
     if ratios and model.encoder_tokenizer is None:
-        lowest = lowest_ratio(model.config, ratios)
+        lowest = min(ratios)
         limit = model.config.max_context_tokens(lowest)
     if limit is not None:
         num_start = len(context_opening(model.config, tokenizer))
@@ -388,7 +379,7 @@ def _check_prefix(
     model: PreTrainedModel,
     prefix_ids: Sequence[int],
     teacher: PreTrainedModel | None,
-    ratios: Sequence[int | str],
+    ratios: Sequence[int],
     settings: EvaluationSettings,
 ) -> None:
     """Raise `ValueError` when a context starts with learned tokens and another model than the decoder reads it."""

@@ -67,7 +67,7 @@ class CompressorLM(TemplateLM):
     Args:
         pretrained: a compressor with its LM head, or its Hub id or folder.
         tokenizer: the one saved with it; read from `pretrained` where that is a name.
-        ratio: tokens per slot, or "auto" for a checkpoint with a ratio selector; its default if not given.
+        ratio: tokens per slot; the checkpoint's default if not given.
         document_field: the column of the task's rows that is compressed, such as "context", "passage" or "article",
             whose text prompts hold word for word; `None` to have prompts read whole.
         allow_untrained_ratio: go on with a ratio that the checkpoint was not trained for.
@@ -86,7 +86,7 @@ class CompressorLM(TemplateLM):
         self,
         pretrained: str | os.PathLike | PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        ratio: int | str | None = None,
+        ratio: int | None = None,
         document_field: str | None = "context",
         allow_untrained_ratio: bool = False,
         batch_size: int | str = 1,

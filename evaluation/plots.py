@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from .report import EvaluationReport
-from .rows import FULL_CONTEXT, NO_CONTEXT, ascending, ratio_condition, ratio_of
+from .rows import FULL_CONTEXT, NO_CONTEXT, ratio_condition, ratio_of
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = "osD^vPX"
@@ -54,17 +54,15 @@ def plot_quality_by_ratio(report: EvaluationReport, task: str, metric: str, path
     """Draw a metric, averaged over data sets, against the compression ratio, between both bounds.
 
     Returns:
-        The path. Each ratio's 95 % interval is a vertical line; ratio "auto" is a star at the ratio that its memories
-        reached.
+        The path. Each ratio's 95 % interval is a vertical line.
     """
-    places, selected = _places(report, task), ratio_condition("auto")
+    places = {ratio_condition(ratio): float(ratio) for ratio in report.ratios(task)}
+    if not places:
+        raise ValueError(f"the report of {report.model!r} has no ratio for task {task!r}; tasks: {report.tasks()}")
     average, intervals = report.macro_average(task, metric), report.macro_average_interval(task, metric)
     figure, axes = line_figure(f"{_title(task)} by compression ratio", _label(metric))
-    numbers = [name for name in places if name != selected]
-    points = [places[name] for name in numbers], [average[name] for name in numbers]
+    points = list(places.values()), [average[name] for name in places]
     axes.plot(*points, color=COLOURS[0], marker=MARKERS[0], label=report.model)
-    if selected in places:
-        axes.plot(places[selected], average[selected], "*", color=COLOURS[0], markersize=11, label="ratio auto")
     for name, place in places.items():
         if name in intervals:
             axes.vlines(place, *intervals[name], color=COLOURS[0], linewidth=1.0, alpha=0.6)
@@ -73,7 +71,7 @@ def plot_quality_by_ratio(report: EvaluationReport, task: str, metric: str, path
             label = name.replace("_", " ")
             axes.axhline(average[name], color=COLOURS[0], linestyle=style, linewidth=1.2, label=label)
     _value_axis(axes, metric)
-    _log_axis(axes, sorted(set(places.values())), lambda value: f"{value:.3g}x")
+    _log_axis(axes, sorted(places.values()), lambda value: f"{value:.3g}x")
     axes.set_xlabel("compression ratio (context tokens per slot)")
     return save_with_legend(figure, axes, path)
 
@@ -87,11 +85,11 @@ def plot_quality_by_model_size(
     figure, axes = line_figure(f"{_title(task)} by model size", _label(metric))
     ordered = sorted(reports, key=lambda report: report.num_parameters or 0)
     averages = [report.macro_average(task, metric) for report in ordered]
-    ratios = ascending(ratio for report in ordered for ratio in report.ratios(task))
+    ratios = sorted({ratio for report in ordered for ratio in report.ratios(task)})
     lines = [(FULL_CONTEXT, "full context", "black", "--", "_")]
     for index, ratio in enumerate(ratios):
         colour, marker = COLOURS[index % (len(COLOURS) - 1)], MARKERS[index % len(MARKERS)]
-        lines.append((ratio_condition(ratio), _times(ratio), colour, "-", marker))
+        lines.append((ratio_condition(ratio), f"{ratio}x", colour, "-", marker))
     lines.append((NO_CONTEXT, "no context", "black", ":", "_"))
     for condition, label, colour, style, marker in lines:
         points = [
@@ -121,7 +119,7 @@ def plot_domain_gap(report: EvaluationReport, task: str, metric: str, path: str 
     shown = {place: gap for place, gap in enumerate(gaps.values()) if math.isfinite(gap)}
     axes.bar(list(shown), list(shown.values()), 0.8, color=COLOURS[0], label=report.model)
     axes.axhline(0.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(gaps)), list(map(_times, gaps)))
+    axes.set_xticks(range(len(gaps)), [f"{ratio}x" for ratio in gaps])
     axes.set_xlabel("compression ratio")
     return save_with_legend(figure, axes, path)
 
@@ -143,19 +141,6 @@ def plot_needles(report: EvaluationReport, datasets: Sequence[str], path: str | 
     axes.set_yticks(range(len(datasets)), list(datasets), fontsize=8)
     axes.set_title(f"{report.model}: needles found, %", fontsize=10)
     return save_figure(figure, path)
-
-
-def _places(report: EvaluationReport, task: str) -> dict[str, float]:
-    """Where each ratio's condition stands on the axis of ratios; "auto" where its memories came out."""
-    found = {ratio: report.reached_ratio(task) if ratio == "auto" else float(ratio) for ratio in report.ratios(task)}
-    places = {ratio_condition(ratio): place for ratio, place in found.items() if place is not None}
-    if not places:
-        raise ValueError(f"the report of {report.model!r} has no ratio for task {task!r}; tasks: {report.tasks()}")
-    return places
-
-
-def _times(ratio: int | str) -> str:
-    return "auto" if ratio == "auto" else f"{ratio}x"
 
 
 def _value_axis(axes: Axes, metric: str) -> None:

@@ -81,17 +81,9 @@ class EvaluationReport:
         """Conditions of a task, see `ordered_conditions`."""
         return ordered_conditions(row.condition for row in self.rows if row.task == task)
 
-    def ratios(self, task: str) -> list[int | str]:
-        """Compression ratios that a task was evaluated at, ascending, and behind them "auto" if it was."""
-        names = self.conditions(task)
-        numbers = [ratio for name in names if (ratio := ratio_of(name)) is not None]
-        return [*numbers, *(["auto"] if ratio_condition("auto") in names else [])]
-
-    def reached_ratio(self, task: str) -> float | None:
-        """Context tokens a slot at ratio "auto", the mean of all data sets; `None` if unknown."""
-        rows = [row for row in self.rows if (row.task, row.condition) == (task, ratio_condition("auto"))]
-        known = [row.costs["reached_ratio"] for row in rows if "reached_ratio" in row.costs]
-        return math.fsum(known) / len(known) if known and len(known) == len(rows) else None
+    def ratios(self, task: str) -> list[int]:
+        """Compression ratios that a task was evaluated at, ascending."""
+        return [ratio for name in self.conditions(task) if (ratio := ratio_of(name)) is not None]
 
     def datasets(self, task: str, domain: str | None = None) -> list[str]:
         """Data sets of a task, of one domain or of both."""
@@ -158,7 +150,7 @@ class EvaluationReport:
             if not helps(metric, *(self.score(dataset, task, name, metric) for name in (FULL_CONTEXT, NO_CONTEXT)))
         ]
 
-    def domain_gap(self, task: str, metric: str) -> dict[int | str, float]:
+    def domain_gap(self, task: str, metric: str) -> dict[int, float]:
         """Ratio -> in-domain minus out-of-domain teacher-normalised score; positive means worse out of domain.
 
         Source: mean-pooling paper, appendix B, Figure 3b.

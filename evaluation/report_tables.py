@@ -16,7 +16,6 @@ _COSTS = {
     "memory_bytes": "bytes",
     "decoder_positions": "positions",
     "cache_bytes": "cache bytes",
-    "reached_ratio": "tokens a slot",
 }
 _SECONDS = {"compress": "seconds to compress", "answer": "seconds to answer"}
 _AVERAGES = {

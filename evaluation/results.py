@@ -83,12 +83,10 @@ class Tally:
     decoder_positions: np.ndarray = field(init=False)
     compress_seconds: np.ndarray = field(init=False)
     answer_seconds: np.ndarray = field(init=False)
-    # Context tokens where the text selected its ratio.
-    selected_tokens: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         self.slots, self.memory_bytes, self.decoder_positions = np.full((3, len(self.samples)), np.nan)
-        self.compress_seconds, self.answer_seconds, self.selected_tokens = np.full((3, len(self.samples)), np.nan)
+        self.compress_seconds, self.answer_seconds = np.full((2, len(self.samples)), np.nan)
 
     def note_memory(self, rows: list[int], memory: Any, seconds: float) -> None:
         """Note the slots and bytes of rows' memories, and the seconds that each took."""
@@ -96,8 +94,6 @@ class Tally:
         self.slots[rows] = slots
         self.memory_bytes[rows] = slots * (memory.nbytes / max(1, int(slots.sum())))
         self.compress_seconds[rows] = seconds
-        if not isinstance(memory.ratio, int):
-            self.selected_tokens[rows] = memory.num_context_tokens.cpu().numpy()
 
     def statistics(self, task: str, bert_scorer: BertScorer | None = None) -> dict[str, Statistic]:
         """The task's metrics."""
@@ -143,18 +139,13 @@ class Tally:
         return {name: mean_statistic([scores[name] for scores in by_sample]) for name in by_sample[0]}
 
     def costs(self) -> dict[str, float]:
-        """Mean slots and bytes of a context's memory, and decoder positions of a question; without those unknown.
-
-        Where texts selected their ratios, also context tokens per slot over all contexts together.
-        """
+        """Mean slots and bytes of a context's memory, and decoder positions of a question; without those unknown."""
         first = self._first_of_contexts()
-        slots, tokens = self.slots[first], self.selected_tokens[first]
         means = {
-            "slots": slots.mean(),
+            "slots": self.slots[first].mean(),
             "memory_bytes": self.memory_bytes[first].mean(),
             "decoder_positions": self.decoder_positions.mean(),
             "cache_bytes": self.decoder_positions.mean() * self.position_bytes,
-            "reached_ratio": tokens.sum() / slots.sum(),
         }
         return {name: float(mean) for name, mean in means.items() if not np.isnan(mean)}
 

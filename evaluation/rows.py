@@ -25,35 +25,30 @@ MAIN_METRICS = {
 }
 
 
-def ratio_condition(ratio: int | str) -> str:
-    """Name of the condition "compressed `ratio` times", such as `ratio=4`, or `ratio=auto`."""
+def ratio_condition(ratio: int) -> str:
+    """Name of the condition "compressed `ratio` times", such as `ratio=4`."""
     return f"ratio={ratio}"
 
 
 def ratio_of(condition: str) -> int | None:
-    """The number in a ratio's name, or `None` for "ratio=auto" and what is not compressed, "cut=4" among them."""
+    """The number in a ratio's name, or `None` for what is not compressed, "cut=4" among them."""
     name, _, number = condition.partition("=")
-    return int(number) if name == "ratio" and number.isdecimal() else None
+    return int(number) if name == "ratio" else None
 
 
-def ascending(ratios: Iterable[int | str]) -> list[int | str]:
-    """Different ratios from the lowest on, "auto" last."""
-    return sorted(set(ratios), key=lambda ratio: (ratio == "auto", ratio))
-
-
-def alternative_condition(selection: str, ratio: int | str) -> str:
+def alternative_condition(selection: str, ratio: int) -> str:
     """Name of the condition "as many tokens of the text as slots at a ratio", such as `cut=4` or `bm25=4`."""
     return f"{selection}={ratio}"
 
 
 def ordered_conditions(names: Iterable[str]) -> list[str]:
-    """Different conditions: those without a ratio first, as they came; each kind by ascending ratio, auto last."""
+    """Different conditions: those without a ratio first, as they came; each kind by ascending ratio."""
     names = list(dict.fromkeys(names))
     kinds = list(dict.fromkeys(name.partition("=")[0] for name in names))
 
     def place(name: str) -> tuple[int, float]:
         kind, has_ratio, ratio = name.partition("=")
-        return (kinds.index(kind), int(ratio) if ratio.isdecimal() else math.inf) if has_ratio else (-1, 0)
+        return (kinds.index(kind), int(ratio)) if has_ratio else (-1, 0)
 
     return sorted(names, key=place)
 
@@ -77,8 +72,7 @@ class EvaluationRow:
             where they were not scored, and where the full context does not help.
         costs: means of `slots` and `memory_bytes` of a context's memory, the latter also of text that is read in its
             place, in UTF-8; of `decoder_positions`, all that the decoder has read when it starts to write, and of
-            `cache_bytes`, their keys and values. Where texts select their ratios, `reached_ratio`, context tokens a
-            slot over all contexts together.
+            `cache_bytes`, their keys and values.
         seconds: means of the wall-clock time to `compress` a context, at all ratios of the evaluation at once, and to
             `answer` a question, a batch's time shared among its questions.
         differences: alternative at the same number of positions, such as "cut=4" -> how much this row's `metric` is

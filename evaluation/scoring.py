@@ -43,7 +43,7 @@ _MOST_PADDING = 0.5
 _MOST_TOKENS = 16384
 
 # Ratio, or `None` where nothing is compressed -> memory.
-Memories = dict[int | str | None, Any]
+Memories = dict[int | None, Any]
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Condition:
 
     name: str
     model: PreTrainedModel
-    ratio: int | str | None = None
+    ratio: int | None = None
     with_context: bool = False
     task_token: bool = False
     active: Callable[[], AbstractContextManager[Any]] = nullcontext
     selection: str | None = None
-    budget_ratio: int | str | None = None
+    budget_ratio: int | None = None
 
     def serves(self, task: str) -> bool:
         """Whether the condition says anything about a task."""
@@ -174,7 +174,7 @@ class Scorer:
         return tuple(sample.context_ids), lengths, tuple(sample.prompt_ids) if self._compresses_questions else ()
 
     @property
-    def _ratios(self) -> list[int | str]:
+    def _ratios(self) -> list[int]:
         return [condition.ratio for condition in self.conditions if condition.ratio is not None]
 
     @property

@@ -26,7 +26,7 @@ class EvaluationSettings:
 
     Args:
         tasks: what to ask of every data set whose columns allow it.
-        ratios: compression ratios, and "auto" for a checkpoint with a ratio selector; all of its numbers when `None`.
+        ratios: compression ratios; all of the checkpoint's when `None`.
         memory_dtype: round memories to "bfloat16" or "float16", or to "int8", "int4" or "int2", see
             `CompressedContext.quantize`, before they are read; they stay as the compressor makes them when `None`.
         max_samples: samples per data set and task, drawn by the seed; all when `None`. A data set's own number goes
@@ -80,7 +80,7 @@ class EvaluationSettings:
     """
 
     tasks: tuple[str, ...] = DEFAULT_TASKS
-    ratios: tuple[int | str, ...] | None = None
+    ratios: tuple[int, ...] | None = None
     memory_dtype: str | None = None
     max_samples: int | None = None
     batch_size: int = 8
@@ -127,7 +127,7 @@ class EvaluationSettings:
             values = vars(self)[name]
             if values is not None and len(set(values)) < len(values):
                 raise ValueError(f"{name} must be different ones, got {list(values)}")
-        if not self.tasks or any(ratio != "auto" and not int(ratio) >= 1 for ratio in self.ratios or ()):
+        if not self.tasks or any(not int(ratio) >= 1 for ratio in self.ratios or ()):
             raise ValueError(f"tasks must not be empty, and ratios at least 1, got {self.tasks} and {self.ratios}")
         for name in _COUNTS:
             if (value := vars(self)[name]) is not None and value < 1:

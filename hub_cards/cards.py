@@ -162,7 +162,7 @@ def model_card(
     Raises:
         ValueError: no limits, or a score at a ratio that the checkpoint lacks.
     """
-    ratios = (*sorted(config.compression_ratios), *(["auto"] if config.selects_ratios else []))
+    ratios = sorted(config.compression_ratios)
     if wrong := [score for score in scores if score.ratio not in ratios]:
         raise ValueError(f"the score on {wrong[0].dataset!r} has ratio {wrong[0].ratio}; the checkpoint has {ratios}")
     if not limits:
@@ -286,8 +286,6 @@ def _with_row(score: Score, row: EvaluationRow, metric: str) -> Score:
         for name, title in (("memory_bytes", "kB"), ("cache_bytes", "cache, kB")):
             if row.costs.get(name):
                 costs[title] = f"{row.costs[name] / 1000:,.0f}"
-    if score.ratio == "auto" and "reached_ratio" in row.costs:
-        costs["tokens a slot"] = f"{row.costs['reached_ratio']:.1f}"
     return replace(score, interval=None if math.isnan(low) else (low, high), costs=costs)
 
 

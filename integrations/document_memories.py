@@ -42,7 +42,7 @@ class DocumentMemories:
 
     Args:
         model: Hub id or folder of a compressor; or a pipeline that is loaded.
-        ratio: Context tokens per slot, or "auto" for a checkpoint that selects them; its default if not given.
+        ratio: Context tokens per slot; the checkpoint's default if not given.
         store: Where memories are kept, as [`MemoryStore.create`] takes it; in the process if not given.
         options: Further arguments of [`CorpusCompressor`], such as `memory_dtype` (int8 if not given), `device` and
             `dtype`.
@@ -55,7 +55,7 @@ class DocumentMemories:
     def __init__(
         self,
         model: str | os.PathLike | ContextCompressionQAPipeline,
-        ratio: int | str | None = None,
+        ratio: int | None = None,
         store: str | os.PathLike | None = None,
         **options: Any,
     ):
@@ -196,7 +196,7 @@ class DocumentMemories:
             return names
         there = [id_ for id_, is_there in zip(asked, self._contains(asked), strict=True) if is_there]
         rows = self.store.read(there, ["id", "text", "ratio"]).to_pylist() if there else []
-        right = {(row["id"], row["text"]) for row in rows if self._ratio in ("auto", row["ratio"])}
+        right = {(row["id"], row["text"]) for row in rows if self._ratio == row["ratio"]}
         return [
             id_ if isinstance(id_, str) and (id_, text) in right else name
             for id_, text, name in zip(ids, texts, names, strict=True)
@@ -207,7 +207,7 @@ class DocumentMemories:
         return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}-{self._ratio}x{cut}"
 
     @property
-    def _ratio(self) -> int | str:
+    def _ratio(self) -> int:
         ratio = self.compressor.ratio
         return self.pipe.model.config.default_ratio if ratio is None else ratio
 

@@ -324,7 +324,7 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        ratio: int | str | Tensor | Sequence[int | str] | None = None,
+        ratio: int | Tensor | Sequence[int] | None = None,
         allow_untrained_ratio: bool = False,
         question_input_ids: Tensor | None = None,
         question_attention_mask: Tensor | None = None,

@@ -94,7 +94,7 @@ class SnapKVModel(KeyValueSelectionModel):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        ratio: int | str | Tensor | Sequence[int | str] | None = None,
+        ratio: int | Tensor | Sequence[int] | None = None,
         allow_untrained_ratio: bool = True,
         question_input_ids: Tensor | None = None,
         question_attention_mask: Tensor | None = None,
@@ -144,7 +144,7 @@ class SnapKVForCausalLM(CompressorForCausalLM):
         memory: CompressedContext | None = None,
         context_input_ids: Tensor | None = None,
         context_attention_mask: Tensor | None = None,
-        ratio: int | str | Tensor | None = None,
+        ratio: int | Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """See [`CompressorForCausalLM.generate`]; with `question_placement="encoder"` a context is compressed with the

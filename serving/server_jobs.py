@@ -66,7 +66,7 @@ class ServedModel:
     def card(self) -> dict[str, Any]:
         """The model in the list of models."""
         config = self.pipe.model.config
-        ratios = [*sorted(config.compression_ratios), *(["auto"] if config.selects_ratios else [])]
+        ratios = sorted(config.compression_ratios)
         own = {"ratios": ratios, "default_ratio": config.default_ratio, "model_id": self.model_id}
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "context-compressors", **own}
 
@@ -98,7 +98,7 @@ class CompressionJob(Job):
         model: ServedModel,
         texts: list[str],
         num_tokens: int,
-        ratio: int | str | None,
+        ratio: int | None,
         seconds: float,
         batch_size: int,
     ):

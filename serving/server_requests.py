@@ -31,7 +31,7 @@ class MemoriesRequest(_Fields):
     """`POST /v1/memories`: each text becomes a memory."""
 
     text: Annotated[list[_Text], Field(min_length=1), _Texts]
-    ratio: _Ratio | Literal["auto"] | None = None
+    ratio: _Ratio | None = None
     model: str | None = None
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.comparison.scores import Scores, averaged_sets, parsed_ratio, values_of, whole
 from context_compressors.evaluation.bootstrap import percentile_interval
 from context_compressors.evaluation.paired import resampled_means
-from context_compressors.evaluation.rows import NO_CONTEXT, ascending
+from context_compressors.evaluation.rows import NO_CONTEXT
 
 HOLDS, FAILS, OPEN, NOT_RUN = "higher", "lower", "inconclusive", "not run"
 # Of 2,000 the ends of an interval move by a tenth of a point from draw to draw, which turned a verdict.
@@ -69,7 +69,7 @@ def against_no_context(
     """Return the difference to no context at each ratio, of the systems with scores by question."""
     found: dict[str, list[dict[str, Any]]] = {}
     for name in names:
-        for ratio in ascending(scores.get(name, {})):
+        for ratio in sorted(scores.get(name, {})):
             at = _paired((name, ratio), (NO_CONTEXT, 0), scores, questions, table)
             if "difference" in at:
                 kept = {"ratio": ratio, "difference": at["difference"], "interval": at["interval"]}

@@ -190,8 +190,8 @@ class Comparison:
         """Return the entry of a system in `systems.yaml`."""
         return next(self.table[group][name] for group in ("family", "rounded", "peers") if name in self.table[group])
 
-    def ratios(self, name: str) -> list[int | str]:
-        """A system's ratios; "auto" is that which each text selects."""
+    def ratios(self, name: str) -> list[int]:
+        """Return a system's ratios."""
         return self.entry(name).get("ratios", self.table["ratios"])
 
     def memory_dtype(self, name: str) -> str:

@@ -33,7 +33,7 @@ from context_compressors.configuration.methods import config_class
 from context_compressors.evaluation.bootstrap import helps, percentile_interval
 from context_compressors.evaluation.metrics import teacher_normalized
 from context_compressors.evaluation.paired import resampled_means
-from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT, ascending
+from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT
 from context_compressors.reporting.environment import environment
 
 _SETTINGS = ("base", "size", "ratios", "budget", "sets", "context_tokens", "timed_questions", "max_new_tokens")
@@ -186,7 +186,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """A row for each ratio and set, and one for the mean over the sets of questions."""
     rows = []
-    for ratio in ascending(scores[name]):
+    for ratio in sorted(scores[name]):
         sets, resamples = scores[name][ratio], {}
         for number, title in enumerate(table["sets"]):
             if not sets.get(title):

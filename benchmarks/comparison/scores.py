@@ -24,8 +24,7 @@ METRICS = {
 _KEPT = ("slots", "memory_bytes")
 # Costs of an answer that are measured apart.
 SECONDS = ("compress_seconds", "answer_seconds")
-# Ratio -> set -> question's id -> metric -> its score with each seed; of the two bounds the ratio is 0 or 1, of ratios
-# that texts select "auto".
+# Ratio -> set -> question's id -> metric -> its score with each seed; of the two bounds the ratio is 0 or 1.
 SystemScores = dict[int | str, dict[str, dict[str, dict[str, list[float]]]]]
 Scores = dict[str, SystemScores]
 

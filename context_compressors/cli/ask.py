@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command import COLUMN, LOADING, MAX_TOKENS, MODEL, argument, command, positive_int, positive_int_or_auto
+from .command import COLUMN, LOADING, MAX_TOKENS, MODEL, argument, command, positive_int
 from .compress import MEMORY_SUFFIX, Document, compress_all, read_documents, report_cut
 from .loading import load_pipeline
 
@@ -43,10 +43,9 @@ context-compressors ask my-compressor memories/*.safetensors < questions.txt
     ),
     argument(
         "--ratio",
-        type=positive_int_or_auto,
+        type=positive_int,
         metavar="R",
-        help="context tokens per slot, of documents and of memory files that hold it; for documents also auto, for a "
-        "model that selects them",
+        help="context tokens per slot, of documents and of memory files that hold it",
     ),
     argument("--join", action="store_true", help="read all sources together, in this order, and ask once"),
     argument(
@@ -67,8 +66,6 @@ def main(arguments: argparse.Namespace) -> None:
     if "-" in arguments.sources and not arguments.question:
         raise ValueError("standard input is a document here, so that questions must be given with --question")
     is_memory = [source.endswith(MEMORY_SUFFIX) for source in arguments.sources]
-    if arguments.ratio == "auto" and any(is_memory):
-        raise ValueError("--ratio auto is for documents: a memory file has its ratio already")
     if arguments.full_text and (arguments.ratio or any(is_memory)):
         raise ValueError("--full-text reads documents, not memory files, and at no --ratio")
     for source in itertools.compress(arguments.sources, is_memory):

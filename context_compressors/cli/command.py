@@ -73,11 +73,6 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
-def positive_int_or_auto(text: str) -> int | str:
-    """Read a ratio, a whole number of at least 1 or "auto", for `type=` of an argument."""
-    return text if text == "auto" else positive_int(text)
-
-
 def check_outputs(paths: Iterable[str | None], overwrite: bool) -> None:
     """Raise `ValueError` before anything is computed where a file is a folder, or is there and may not be replaced."""
     for path in map(Path, filter(None, paths)):

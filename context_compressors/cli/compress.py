@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..configuration.nearest_names import nearest
-from .command import COLUMN, LOADING, MAX_TOKENS, MODEL, OVERWRITE, argument, command, positive_int_or_auto
+from .command import COLUMN, LOADING, MAX_TOKENS, MODEL, OVERWRITE, argument, command, positive_int
 from .loading import load_pipeline
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ cat report.txt | context-compressors compress my-compressor --output memories
     argument("--output", default="memories", help="folder of the memory files (default: %(default)s)"),
     argument(
         "--ratio",
-        type=positive_int_or_auto,
+        type=positive_int,
         action="append",
         metavar="R",
-        help="context tokens per slot, or auto for a model that selects them; give it again for several ratios from "
+        help="context tokens per slot; give it again for several ratios from "
         "one reading (default: the model's default)",
     ),
     argument(
@@ -134,9 +134,7 @@ def _read(path: str, column: str) -> Iterator[Document]:
         raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
 
 
-def _memory_paths(
-    documents: list[Document], ratios: list[int | str], folder: Path, overwrite: bool
-) -> list[list[Path]]:
+def _memory_paths(documents: list[Document], ratios: list[int], folder: Path, overwrite: bool) -> list[list[Path]]:
     """The memory files of each document, one for each ratio."""
     names = [document.name for document in documents]
     for name, count in Counter(names).items():
@@ -151,7 +149,7 @@ def _memory_paths(
 
 
 def compress_all(
-    pipe: ContextCompressionQAPipeline, documents: list[Document], ratios: list[int | str], max_tokens: int | None
+    pipe: ContextCompressionQAPipeline, documents: list[Document], ratios: list[int], max_tokens: int | None
 ) -> Iterator[tuple[int, list[CompressedContext]]]:
     """Compress documents in batches of similar length, with a progress bar that also moves within a long document."""
     from tqdm.auto import tqdm

@@ -19,7 +19,6 @@ from .command import (
     config_argument,
     config_fields,
     positive_int,
-    positive_int_or_auto,
 )
 
 if TYPE_CHECKING:
@@ -53,10 +52,10 @@ context-compressors compress-corpus rajpurkar/squad:validation --column context 
     argument("--store", required=True, help="the store, a folder or an address such as s3://bucket/pages.lance"),
     argument(
         "--ratio",
-        type=positive_int_or_auto,
+        type=positive_int,
         required=True,
         metavar="R",
-        help="context tokens per slot, or auto for a model that selects them",
+        help="context tokens per slot",
     ),
     argument("--column", default="text", help="with the text, of files of rows (default: %(default)s)"),
     argument(

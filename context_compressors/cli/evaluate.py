@@ -12,7 +12,7 @@ from ..configuration.nearest_names import as_spelled_now, check_choice
 from ..data.prompts import TASKS
 from ..data.yaml_text import parse_yaml, read_yaml
 from ..evaluation.settings import DEFAULT_TASKS, MEMORY_DTYPES, WRITTEN_TASKS, EvaluationSettings
-from .command import LOADING, OVERWRITE, argument, check_outputs, command, positive_int, positive_int_or_auto
+from .command import LOADING, OVERWRITE, argument, check_outputs, command, positive_int
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -254,9 +254,9 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
     argument(
         "--ratios",
         nargs="+",
-        type=positive_int_or_auto,
+        type=positive_int,
         metavar="R",
-        help="compression ratios, and auto for a compressor that selects them (default: the checkpoint's own)",
+        help="compression ratios (default: the checkpoint's own)",
     ),
     argument(
         "--memory-dtype",

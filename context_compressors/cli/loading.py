@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
 
 
-def load_pipeline(
-    arguments: argparse.Namespace, ratios: Sequence[int | str | None] = ()
-) -> ContextCompressionQAPipeline:
+def load_pipeline(arguments: argparse.Namespace, ratios: Sequence[int | None] = ()) -> ContextCompressionQAPipeline:
     """Load the compressor that a command's arguments name, after a look at the ratios that it is asked for."""
     check_ratios(arguments.model, ratios)
     options = {name: getattr(arguments, name) for name in ("trust_remote_code", "device", "dtype", "base_model")}
@@ -67,7 +65,7 @@ def load_compressor(
     return model, text_tokenizer(tokenizer) if model.config.task_token_ids else tokenizer
 
 
-def check_ratios(name: str, ratios: Sequence[int | str | None]) -> None:
+def check_ratios(name: str, ratios: Sequence[int | None]) -> None:
     """Refuse a `--ratio` that a compressor does not have, before its weights are loaded; `None` is its own."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -76,12 +74,10 @@ def check_ratios(name: str, ratios: Sequence[int | str | None]) -> None:
 
     fields = _fields_of_compressor(name)
     trained, method = sorted(ratio_tuple(fields["compression_ratios"])), fields["model_type"]
-    if "auto" in ratios and not fields.get("ratio_selector"):
-        raise ValueError(f"--ratio auto needs a compressor with a ratio selector; {name} has the ratios {trained}")
     if method in CONFIG_MAPPING and not CONFIG_MAPPING[method].is_trained:
         return
     for ratio in ratios:
-        if ratio not in (*trained, "auto", None):
+        if ratio not in (*trained, None):
             raise ValueError(f"--ratio {ratio}: {name} was trained for the ratios {trained}")
 
 

@@ -35,7 +35,7 @@ _TAKEN = (0.12, 0.5)
 # Values that are summed at once: few enough for a processor's cache.
 _CHUNK = 1 << 20
 # Fields that change neither slots nor how they are read: where weights come from, what trains, how texts are worded,
-# which ratio is selected (a memory knows its own), how fast and in what type it computes, when a text ends.
+# how fast and in what type it computes, when a text ends.
 _BESIDE_MEMORIES = {
     *("base_model_name_or_path", "base_model_revision", "encoder_name_or_path", "encoder_revision"),
     *("encoder_tokenizer", "compression_ratios", "trainable_parameters", "training_stage"),
@@ -43,16 +43,15 @@ _BESIDE_MEMORIES = {
     *("eos_token_id", "pad_token_id"),
     *("external_weights", "parent_model_name_or_path", "measured_chunks", "code_version", "config_schema"),
     *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
-    *("ratio_selector", "ratio_scale", "segment_windows"),
+    "segment_windows",
     # Stored by earlier versions.
-    *("last_group", "restores_context_start"),
+    *("last_group", "restores_context_start", "ratio_selector", "ratio_scale"),
     *("use_cache", "dtype", "torch_dtype", "quantization_config"),
     *("output_hidden_states", "output_attentions", "return_dict"),
 }
 # Of these, what changes answers.
 _BESIDE_ANSWERS = _BESIDE_MEMORIES - {
     *("prompts", "prompt_format", "context_prefix", "bos_before_text", "eos_token_id"),
-    *("ratio_selector", "ratio_scale"),
 }
 
 

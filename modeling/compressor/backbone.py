@@ -75,7 +75,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        ratio: int | str | Tensor | Sequence[int | str] | None = None,
+        ratio: int | Tensor | Sequence[int] | None = None,
         allow_untrained_ratio: bool = False,
         *,
         chunk_lengths: Tensor | Sequence[Sequence[int]] | None = None,
@@ -91,8 +91,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
                 given.
             ratio: Context tokens per slot: an int, a LongTensor `(batch_size,)` with one for each row, or a list of
                 ints, which gives one memory each from a single pass of the encoder. The checkpoint's first if not
-                given. A checkpoint with a ratio selector also takes "auto", the one of its ratios that each context's
-                text asks for.
+                given.
             allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
             chunk_lengths: `(batch_size, num_passages)`, or a list for each row: how many of a row's tokens are in each
                 of its passages, which are compressed apart from each other; 0 for none. A passage of more than the

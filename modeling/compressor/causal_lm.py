@@ -89,7 +89,7 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         context_input_ids: Tensor | None = None,
         context_attention_mask: Tensor | None = None,
         memory: CompressedContext | None = None,
-        ratio: int | str | Tensor | None = None,
+        ratio: int | Tensor | None = None,
         use_cache: bool | None = None,
         text_position_offset: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -162,7 +162,7 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         memory: CompressedContext | None = None,
         context_input_ids: Tensor | None = None,
         context_attention_mask: Tensor | None = None,
-        ratio: int | str | Tensor | None = None,
+        ratio: int | Tensor | None = None,
         context_chunk_lengths: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:

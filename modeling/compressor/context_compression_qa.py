@@ -160,7 +160,7 @@ class ContextCompressionQAPipeline(Pipeline):
     def compress(
         self,
         documents: str | Sequence[str | Sequence[str]],
-        ratio: int | str | Sequence[int | str] | None = None,
+        ratio: int | Sequence[int] | None = None,
         max_tokens: int | None = None,
         allow_untrained_ratio: bool = False,
         batch_size: int | None = None,
@@ -219,7 +219,7 @@ class ContextCompressionQAPipeline(Pipeline):
     def compress_ids(
         self,
         rows: Sequence[Sequence[Any]],
-        ratio: int | str | Sequence[int | str] | None = None,
+        ratio: int | Sequence[int] | None = None,
         allow_untrained_ratio: bool = False,
         question: dict[str, Tensor] | None = None,
     ) -> CompressedContext | list[CompressedContext]:
@@ -310,7 +310,7 @@ class ContextCompressionQAPipeline(Pipeline):
         max_tokens: int | None = None,
         join: bool | str | None = None,
         full_text: bool | None = None,
-        ratio: int | str | None = None,
+        ratio: int | None = None,
         allow_untrained_ratio: bool | None = None,
         **generate_kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -385,7 +385,7 @@ class ContextCompressionQAPipeline(Pipeline):
         self,
         inputs: dict[str, Any],
         join: bool | str = False,
-        ratio: int | str | None = None,
+        ratio: int | None = None,
         allow_untrained_ratio: bool = False,
         **generate_kwargs: Any,
     ) -> dict[str, Any]:
@@ -430,7 +430,7 @@ class ContextCompressionQAPipeline(Pipeline):
         return self.model.base_model.memory_class
 
     def _memories(
-        self, inputs: dict[str, Any], join: bool | str, ratio: int | str | None, allow_untrained_ratio: bool
+        self, inputs: dict[str, Any], join: bool | str, ratio: int | None, allow_untrained_ratio: bool
     ) -> Iterable[CompressedContext]:
         """The memories that are asked: those given, or of the documents in batches; a single one if all are joined."""
         memories, documents, batch_size = (inputs[name] for name in ("memories", "document_ids", "batch_size"))

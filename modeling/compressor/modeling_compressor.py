@@ -243,7 +243,7 @@ class CompressorModel(CompressorBackbone):
         context_input_ids: Tensor | None = None,
         context_attention_mask: Tensor | None = None,
         memory: CompressedContext | None = None,
-        ratio: int | str | Tensor | None = None,
+        ratio: int | Tensor | None = None,
         use_cache: bool | None = None,
         text_position_offset: Tensor | None = None,
         context_chunk_lengths: Tensor | None = None,

@@ -188,10 +188,7 @@ def check_ratios(ratios: Sequence[Any], trained: Sequence[int], input_ids: Tenso
         else:
             ratio = ratio.item() if isinstance(ratio, Tensor) else ratio
             if not isinstance(ratio, int):
-                raise TypeError(
-                    "`ratio` must be an int, a LongTensor or a list of ints ('auto' needs a checkpoint with a ratio "
-                    f"selector), got {ratio!r}"
-                )
+                raise TypeError(f"`ratio` must be an int, a LongTensor or a list of ints, got {ratio!r}")
             values = {ratio}
         for value in sorted(values):
             if not 1 <= value <= max(_MAX_RATIO, *trained):

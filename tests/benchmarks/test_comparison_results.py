@@ -135,13 +135,9 @@ def test_published_rows_stay_until_as_much_is_answered_again(
 
 
 @pytest.mark.slow
-def test_ratios_of_a_systems_own_and_those_that_texts_select_have_rows_and_orderings(
-    script, comparison, tokenizer, tmp_path: Path
-):
+def test_ratios_of_a_system_have_rows_and_orderings(script, comparison, tokenizer, tmp_path: Path):
     results, page, systems = script("comparison.results"), script("comparison.page"), comparison(tmp_path)
     ask(systems, tokenizer)
-    selecting = {2: (12, 400), 4: (6, 200), 8: (0, 100), "auto": (12, 150)}
-    write_member(systems, "mean_pooling_semi_dynamic", "mean_pooling", selecting)
     write_member(systems, "mean_pooling", "mean_pooling", {2: (12, 400), 4: (12, 200), 8: (0, 100)})
     write_member(systems, "mean_pooling_4x", "mean_pooling", {4: (0, 200)})
     write_member(systems, "xrag", "xrag", {180: (12, 50)})
@@ -153,10 +149,10 @@ def test_ratios_of_a_systems_own_and_those_that_texts_select_have_rows_and_order
         write_answers(systems.peers, "cut", ratio, ["bees"] * 12, systems.table)
     content = results.gather(systems)
     means = [row for row in content["rows"] if row["set"] == "mean"]
-    assert [row["ratio"] for row in means if row["system"] == "mean_pooling_semi_dynamic"] == [2, 4, 8, "auto"]
+    assert [row["ratio"] for row in means if row["system"] == "mean_pooling"] == [2, 4, 8]
     found = {(entry["first"], entry["second"]): entry["ratios"] for entry in content["orderings"]}
     # At those ratios that a system has.
-    for name, ratios in (("mean_pooling_semi_dynamic", [2, 4, 8]), ("mean_pooling_4x", [4])):
+    for name, ratios in (("mean_pooling", [2, 4, 8]), ("mean_pooling_4x", [4])):
         assert [(at["ratio"], at["second_ratio"]) for at in found[name, "cut"]] == [(ratio, ratio) for ratio in ratios]
     assert ("xrag", "cut") not in found
     page.write(content, tmp_path / "page")
@@ -165,14 +161,11 @@ def test_ratios_of_a_systems_own_and_those_that_texts_select_have_rows_and_order
     assert re.search(r"\| Mean pooling, 4x alone +\| vectors +\|[^|]*\| +0.0 [^|]*\|[^|]*\| inconclusive +\|", scores)
     assert "xRAG" not in scores.partition("## Scores")[2]
     assert re.search(r"\| Mean pooling +\| Mean pooling, 4x alone +\| +\| higher: \+100.0 [^|]*\| +\|", pairs)
-    assert re.search(
-        r"\| Mean pooling, semi-dynamic, auto +\| Mean pooling, semi-dynamic, 4x +\| higher: \+50.0", pairs
-    )
     assert re.search(r"\| xRAG, 180x +\| No context +\| higher: \+100.0", pairs)
     # As published rows they are paired as before.
     scores = script("comparison.scores")
     published = script("comparison.plan").read_results(tmp_path / "page" / "comparison.json")["rows"]
     again = scores.published_scores(
-        [row for row in published if row["system"] == "mean_pooling_semi_dynamic"], scores.questions_of(systems)
+        [row for row in published if row["system"] == "mean_pooling"], scores.questions_of(systems)
     )
-    assert set(again) == {2, 4, 8, "auto"}
+    assert set(again) == {2, 4, 8}

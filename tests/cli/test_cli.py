@@ -388,7 +388,6 @@ def test_ask_refuses_what_it_cannot_do(
     assert cli.main(["compress", model_folder, documents[0], "--output", str(tmp_path)]) == 0
     memory = tmp_path / "first.safetensors"
     for arguments, message in (
-        ([str(memory), "--ratio", "auto"], "a memory file has its ratio already"),
         ([str(memory), "--ratio", "8", "--question", "Who?"], "`ratio` must be 4, the memory's own, got 8"),
         (["nowhere.safetensors"], "there is no memory file nowhere.safetensors"),
         (["-"], "questions must be given with --question"),

@@ -142,7 +142,7 @@ SETTINGS = [
     ("mean_pooling", {"linear_after_pooling": False}),
     ("icae", {"chunk_size": 100, "embedding_residual": True}),
     ("mean_pooling", {"embedding_residual": True}),
-    ("mean_pooling", {"linear_after_pooling": False, "normed_mlp_size": 512, "ratio_selector": "ratio"}),
+    ("mean_pooling", {"linear_after_pooling": False, "normed_mlp_size": 512}),
     ("mean_pooling", {"encoder_config": {"hidden_size": 48, "intermediate_size": 96}}),
     ("compression_tokens", {"token_attention": "bidirectional", "linear_after_encoder": False}),
     ("icae", {"chunk_size": 100}),

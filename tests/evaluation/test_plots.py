@@ -100,23 +100,6 @@ def test_quality_by_model_size_draws_a_line_per_ratio_in_order_of_size(tmp_path,
     assert [label.get_text() for label in axes.get_xticklabels()] == ["500M", "3B"]
 
 
-@pytest.mark.slow
-def test_selected_ratios_stand_where_they_came_out_and_beside_the_others(tmp_path, figures):
-    report = report_of(ratios=(4, 8))
-    for domain, score, reached in (("in", 72.0, 3.0), ("out", 66.0, 6.0)):
-        costs, metrics = {"reached_ratio": reached}, {"f1": score}
-        report.rows.append(EvaluationRow(f"set_{domain}", domain, QA, "ratio=auto", metrics, 10, costs=costs))
-    for plot in PLOTS:
-        plot([report] if plot is plot_quality_by_model_size else report, QA, "f1", tmp_path / "plot.png")
-    by_ratio, by_size, gaps = (figure.axes[0] for figure in figures)
-    (star,) = (line for line in by_ratio.lines if line.get_marker() == "*")
-    assert [*star.get_xdata(), *star.get_ydata()] == [4.5, 69.0]
-    assert "4x" in [label.get_text() for label in by_ratio.get_xticklabels()]
-    assert {line.get_label(): list(line.get_ydata()) for line in by_size.lines}["auto"] == [69.0]
-    assert [label.get_text() for label in gaps.get_xticklabels()] == ["4x", "8x", "auto"]
-    assert gaps.patches[2].get_height() == pytest.approx(6 / 60)
-
-
 def test_needles_are_a_heat_map_of_data_sets_and_conditions(tmp_path, figures):
     report = EvaluationReport("tiny")
     for dataset, share in (("needles, 256 tokens", 75.0), ("needles, 512 tokens", 25.0)):

@@ -112,22 +112,6 @@ def test_others_compact_a_shared_store_and_delete_from_it(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_document_is_kept_at_the_ratio_that_it_selects(folder, tmp_path, monkeypatch):
-    pipe = CorpusCompressor(folder, device="cpu").pipe
-    model = type(pipe.model)(pipe.model.config.from_pretrained(folder, ratio_selector="ratio")).eval()
-    model.load_state_dict(pipe.model.state_dict(), strict=False)
-    memories = DocumentMemories(model.question_answering(pipe.tokenizer), "auto", store=tmp_path / "s.lance")
-    ids = memories.compress(TEXTS)
-    expected = memories.pipe.compress(TEXTS, ratio="auto").ratio.tolist()
-    assert memories.store.read(ids, ["ratio"])["ratio"].to_pylist() == expected
-    compressed = count_compressed(memories, monkeypatch)
-    # Kept under whatever id, and not read again.
-    memories.store.append(memories.store.table_of(["mine"], memories.store.get(ids[:1]), TEXTS[:1]))
-    assert memories.compress(TEXTS, ["mine", None, None]) == ["mine", *ids[1:]]
-    assert compressed == []
-
-
-@pytest.mark.slow
 def test_a_stream_gives_the_answer_and_ends_when_nobody_reads_it(folder):
     memories = DocumentMemories(CorpusCompressor(folder, device="cpu").pipe, 4)
     ids = memories.compress(TEXTS)

@@ -21,7 +21,7 @@ import pages
 from running_server import QUESTION, TEXTS, about, openai, server, text_of, together
 from tiny_models import METHODS, TRAINING_FREE, Case
 
-from context_compressors import CorpusCompressor, MeanPoolingForCausalLM, MemoryStore, cli
+from context_compressors import CorpusCompressor, MemoryStore, cli
 
 
 def test_the_openai_client_asks_memories_and_streams_and_reads_what_the_pipeline_answers(serve, pipe):
@@ -165,33 +165,6 @@ def test_a_memory_is_read_at_coarser_ratios_than_it_is_kept_at(serve):
     messages[0]["content"][1]["ratio"] = 1
     with pytest.raises(openai.BadRequestError, match="`ratio` must be from 2, the memory's own, to 255, got 1"):
         running.client.chat.completions.create(model="m", messages=messages)
-
-
-def test_texts_are_kept_at_the_ratios_that_they_select(serve, pipe, small_checkpoints):
-    own = pipe.model.config.compression_ratios
-    config = pipe.model.config.from_pretrained(small_checkpoints / "mean_pooling", ratio_selector="ratio")
-    model = MeanPoolingForCausalLM(config).eval()
-    model.load_state_dict(pipe.model.state_dict(), strict=False)
-    torch.nn.init.normal_(model.model.ratio_selector.weight, std=0.5, generator=torch.Generator().manual_seed(0))
-    rows = [torch.tensor([ids]) for ids in pipe.document_ids(TEXTS)]
-    middle = torch.cat([model.model.compress_with_log_ratios(row, None, [2])[1] for row in rows]).median()
-    # Between the ratios 2 and 4.
-    model.model.ratio_selector.bias.data += 1.585 - middle
-    selecting = model.question_answering(pipe.tokenizer)
-    running, plain = serve({"m": selecting}), serve({"plain": pipe})
-    for server_of, ratios in ((running, [*own, "auto"]), (plain, list(own))):
-        assert [card["ratios"] for card in server_of.ask("GET", "/v1/models")[1]["data"]] == [ratios]
-    expected = selecting.compress(TEXTS, ratio="auto")
-    assert len(set(expected.ratio.tolist())) > 1
-    ids = running.compress(TEXTS, ratio="auto", model="m")
-    described = [running.ask("GET", f"/v1/memories/{name}")[1] for name in ids]
-    assert [memory["ratio"] for memory in described] == expected.ratio.tolist()
-    assert [memory["num_slots"] for memory in described] == expected.num_slots.tolist()
-    wanted = selecting(QUESTION, memory=expected[:3], join=True, max_new_tokens=12)["answer"]
-    assert running.chat(ids[:3]).choices[0].message.content == wanted
-    for ratio, message in (("auto", "'auto', but the checkpoint has no ratio selector"), ("most", "ratio")):
-        error = plain.refusal(400, "POST", "/v1/memories", {"text": "a", "ratio": ratio})
-        assert message in error["message"]
 
 
 def test_conversations_stand_in_the_chat_template(serve, pipe):

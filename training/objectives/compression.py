@@ -61,7 +61,6 @@ def trainer_arguments(
             settings["ratio"] = harmonic_mean(config.compression_ratios)
             if args.ratio_mode == "per_sample":
                 collator_arguments["ratios"] = list(config.compression_ratios)
-        settings["with_log_ratios"] = config.selects_ratios and mode in ("compressed", "distillation")
         if config.task_token_ids or config.is_encoder_decoder:
             texts = text_tokenizer(tokenizer)
     if data_args.memories is not None:

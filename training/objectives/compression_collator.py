@@ -141,9 +141,6 @@ class CompressionCollator:
             batch |= self._padded_text([self._teacher_row(example) for example in examples], "full_")
         if self.ratios is not None:
             batch["ratio"] = torch.tensor([self._ratio(example) for example in examples])
-        if "log_ratio" in examples[0]:
-            # What a ratio selector learns; NaN where it is unknown.
-            batch["log_ratios"] = torch.tensor([example["log_ratio"] for example in examples])
         return batch | self._metadata(examples)
 
     def _contexts(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -47,8 +47,6 @@ class CompressionDataset(Dataset):
             out in random order.
         seed: everything is drawn from it.
         context_tokenizer: the encoder's, where it reads other tokens than the decoder.
-        with_log_ratios: examples also have `log_ratio`, log2 of the text's tokens over its summary's: what
-            a ratio selector learns. NaN where there is no summary.
         ratio: context tokens per slot, by which the lengths are counted that batches are sorted by.
 
     Raises:
@@ -67,7 +65,6 @@ class CompressionDataset(Dataset):
         batch_size: int = 1,
         seed: int = 0,
         context_tokenizer: PreTrainedTokenizerBase | None = None,
-        with_log_ratios: bool = False,
         ratio: float = 1.0,
     ):
         if data.prompt_format == "chat":
@@ -87,7 +84,6 @@ class CompressionDataset(Dataset):
         self.sources = [
             entry if entry.generated else FileSource(entry, data.data_dir, seed, tokenizer) for entry in entries
         ]
-        self.with_log_ratios = with_log_ratios
         self._deal(entries, num_examples)
 
     def _lengths(self) -> tuple[int, int]:
@@ -207,8 +203,6 @@ class CompressionDataset(Dataset):
             example["encoder_context_ids"] = in_encoder_tokens(example["context_ids"], *tokenizers)
             passages = example.get("passages") or ()
             example["encoder_passages"] = [in_encoder_tokens(passage, *tokenizers) for passage in passages]
-        if self.with_log_ratios:
-            example.setdefault("log_ratio", math.nan)
         return {**example, "index": index + self.epoch * len(self)}
 
     def _placed(self, place: int, index: int, limit: int, rng: random.Random) -> dict[str, Any] | None:
@@ -276,8 +270,6 @@ class CompressionDataset(Dataset):
             )
         identifier = source.identifier(row)
         fields: dict[str, Any] = {"documents": source.document_ids(task, row)}
-        if self.with_log_ratios:
-            fields["log_ratio"] = self._log_ratio(source, row, len(ids))
         if is_window:
             return fields | self._text_example(task, ids.tolist(), limit, identifier, rng, source.ends(task, row))
         passages = texts.passages(row)
@@ -312,11 +304,6 @@ class CompressionDataset(Dataset):
         kept = cut_passages(passages, room, self.data.overlong_contexts == "truncate_left")
         num_cut = max(example["num_cut"], sum(map(len, passages)) - sum(map(len, kept)))
         return {**example, "passages": [[*self.prefix_ids, *ids] for ids in kept], "num_cut": num_cut}
-
-    def _log_ratio(self, source: FileSource, row: int, num_tokens: int) -> float:
-        summary = source.value("summary", row) if "summary" in source.columns else None
-        num_summary_tokens = len(encode(self.tokenizer, (summary or "").strip()))
-        return math.log2(num_tokens / num_summary_tokens) if num_summary_tokens else math.nan
 
     def _joined_contexts(
         self, source: FileSource, row: int, limit: int, rng: random.Random

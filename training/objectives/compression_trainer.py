@@ -21,8 +21,8 @@ from ..losses import logits_function, negative_log_likelihood, prediction_positi
 
 # What the log calls a loss over rows of different ratios.
 MIXED_RATIOS = "mixed_ratios"
-# Losses beside that of the text; the log's mean over ratios leaves them out.
-_OWN_LOSSES = ("loss_ratio_selector", "own_loss")
+# A loss beside that of the text; the log's mean over ratios leaves it out.
+_OWN_LOSS = "own_loss"
 
 
 class CompressionTrainer(BaseTrainer, SFTTrainer):
@@ -30,9 +30,6 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
 
     The loss is cross-entropy of the targets (mean over target tokens), summed over the step's ratios. Where there are
     several, `loss` in the log is the mean, beside `num_ratios_summed` and `loss_sum_over_ratios`.
-
-    A compressor with a ratio selector also learns to predict `log_ratios`, log2 of context tokens over those of a
-    summary: the mean squared error over the rows that have one is added (`loss_ratio_selector`).
 
     With `context_mode` "full_context" or "no_context" nothing is compressed: the bounds of EPL, Appendix D, of a
     compressor whose task tokens alone train, `trainable_parameters=["task_embeddings$"]`.
@@ -73,10 +70,10 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         """Log; a loss is the mean over ratios, and has the sum that is trained on beside it."""
         counts = self._logged.pop("num_ratios_summed", [])
         count = sum(counts) / len(counts) if counts else 1
-        own = [values for name in _OWN_LOSSES if (values := self._logged.get(name))]
+        own = self._logged.get(_OWN_LOSS) or [0.0]
         for name in [name for name in logs if re.fullmatch(r"(eval_(\w+_)?)?loss", name)] if count > 1 else []:
             logs[f"{name}_sum_over_ratios"] = logs[name]
-            logs[name] = (logs[name] - sum(sum(values) / len(values) for values in own)) / count
+            logs[name] = (logs[name] - sum(own) / len(own)) / count
             logs["num_ratios_summed"] = count
         super().log(logs, *args, **kwargs)
 
@@ -147,34 +144,25 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         names = ("context_input_ids", "context_attention_mask", "context_chunk_lengths")
         context = {name.removeprefix("context_"): batch[name] for name in names if name in batch}
         if self.args.ratio_mode == "per_sample" and self.model.training:
-            memory, own_loss = self._compressed(batch, context, batch["ratio"])
+            memory, own_loss = self._compressed(context, batch["ratio"])
             return [(MIXED_RATIOS, memory)], own_loss
         ratios = self.step_ratios()
-        memories, own_loss = self._compressed(batch, context, ratios)
+        memories, own_loss = self._compressed(context, ratios)
         self._logged["num_ratios_summed"].append(len(memories))
         return [(f"ratio_{ratio}", memory) for ratio, memory in zip(ratios, memories, strict=True)], own_loss
 
-    def _compressed(
-        self, batch: dict[str, Tensor], context: dict[str, Tensor], ratio: Any
-    ) -> tuple[Any, Tensor | float]:
-        """What `compress` makes of the contexts, and the loss of the ratio selector or of the method's own parts."""
+    def _compressed(self, context: dict[str, Tensor], ratio: Any) -> tuple[Any, Tensor | float]:
+        """What `compress` makes of the contexts, and the loss of the method's own parts."""
         model = self._unwrapped()
-        if model.config.selects_ratios:
-            predicted = model.base_model.predicted_log_ratios(**context)
-            # In a row without a summary there is nothing to learn.
-            errors = predicted - batch.get("log_ratios", torch.full_like(predicted, torch.nan))
-            losses = errors[~errors.isnan()].square()
-            return model.compress(**context, ratio=ratio), self._own_loss("loss_ratio_selector", losses)
         if not (model.base_model.has_own_loss and self.model.training):
             return model.compress(**context, ratio=ratio), 0.0
         own_losses: list[Tensor] = []
         memories = model.compress(**context, ratio=ratio, own_losses=own_losses)
-        return memories, self._own_loss("own_loss", torch.cat(own_losses)) if own_losses else 0.0
-
-    def _own_loss(self, name: str, losses: Tensor) -> Tensor:
-        total, count = losses.sum(), torch.tensor(len(losses), device=losses.device)
-        self._record(name, total, count)
-        return total / count.clamp(min=1)
+        if not own_losses:
+            return memories, 0.0
+        losses = torch.cat(own_losses)
+        self._record(_OWN_LOSS, losses.sum(), torch.tensor(len(losses), device=losses.device))
+        return memories, losses.mean()
 
     def _states(self, batch: dict[str, Tensor], memory: CompressedContext | None, prefix: str = "") -> Tensor:
         """Last hidden states of a text, `(batch_size, width, hidden_size)`."""
