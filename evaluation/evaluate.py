@@ -18,8 +18,8 @@ from ..modeling.parts.base_precision import trained_base_weights
 from ..modeling.parts.prompting import context_opening
 from ..modeling.parts.text_ids import start_token_id, text_tokenizer
 from ..reporting.result_files import rounded
-from .bert_score import BertScorer
 from .held_out import Sources, add_record, check_held_out, check_sources
+from .metrics import BertScorer
 from .report import EvaluationReport
 from .results import add_results, samples_digest
 from .rows import FULL_CONTEXT, NO_CONTEXT, alternative_condition, ratio_condition
@@ -244,7 +244,7 @@ def _score_all(
 ) -> None:
     settings, done = scorer.settings, {(row.dataset, row.task) for row in report.rows}
     folder = settings.bert_score_model
-    bert_scorer = folder and BertScorer(folder, settings.bert_score_layer, scorer.compressor.device)
+    bert_scorer = folder and BertScorer(folder, scorer.compressor.device)
     left = [(dataset, task, samples) for dataset, task, samples in work if (dataset.name, task) not in done]
     total = sum(len(samples) * sum(c.serves(task) for c in scorer.conditions) for _, task, samples in left)
     # Of each sample under each condition, which may take minutes.

@@ -107,14 +107,6 @@ def paired_difference(
     return PairedDifference(metric, mine, theirs, mine - theirs, interval, *counts, *ends)
 
 
-def seed_average(
-    runs: Run | Sequence[Run], metric: str, condition: str, num_resamples: int = NUM_RESAMPLES, seed: int = 0
-) -> tuple[float, tuple[float, float]]:
-    """Mean of a metric over seeds on the same samples, and its 95 % bootstrap interval over documents and seeds."""
-    found = paired_difference(runs, runs, metric, condition, None, num_resamples, seed)
-    return found.first, found.first_interval
-
-
 def resampled_means(
     values: Sequence[np.ndarray],
     documents: Sequence[int],

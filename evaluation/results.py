@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from .bert_score import BertScorer
 from .bootstrap import (
     Statistic,
     helps,
@@ -20,6 +19,7 @@ from .bootstrap import (
     wilson_interval,
 )
 from .metrics import (
+    BertScorer,
     bleu_counts,
     bleu_of_counts,
     prefix_exact_match,

@@ -19,7 +19,7 @@ from ..modeling.parts.chat_template import before_answer
 from ..modeling.parts.chat_template import prompt_ids as make_prompt_ids
 from ..modeling.parts.prompting import cut_passages
 from ..modeling.parts.text_ids import encode, prefix_ids
-from .benchmark_metrics import BenchmarkMetric, benchmark_max_new_tokens, benchmark_metric
+from .metrics import BenchmarkMetric, benchmark_max_new_tokens, benchmark_metric
 from .settings import WRITTEN_TASKS, EvaluationSettings
 
 logger = logging.getLogger(__name__)

@@ -47,7 +47,6 @@ class EvaluationSettings:
         restoration_lengths: reconstruct windows of exactly so many tokens, each length as a data set of its own, in
             place of `context_tokens` (GMSA: 128, 256 and 512).
         bert_score_model: folder of a scorer model; everything that is written gets a BERTScore, too.
-        bert_score_layer: the scorer's layer, its last one when `None`.
         answer_perplexity: also score a question's first answer token by token.
         repetition_penalty: penalty on tokens that were already written, those of the prompt apart; 1.3 in the code of
             GMSA's authors, none when `None`.
@@ -94,7 +93,6 @@ class EvaluationSettings:
     reconstruction_bleu: bool = False
     restoration_lengths: tuple[int, ...] | None = None
     bert_score_model: str | None = None
-    bert_score_layer: int | None = None
     answer_perplexity: bool = False
     repetition_penalty: float | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)

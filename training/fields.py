@@ -4,15 +4,16 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..configuration.nearest_names import check_choice
+from ..data.prompts import TASKS
 from ..data.yaml_text import parse_yaml
-from .schedules import check_changes, check_length_schedule, check_task_schedule
 
 if TYPE_CHECKING:
     from ..data.sources import DataSource
@@ -49,31 +50,6 @@ CONTEXT_MODES = ("compressed", "full_context", "no_context")
 OVERLONG_CONTEXTS = ("truncate", "truncate_left", "skip")
 PROMPT_FORMATS = ("plain", "chat")
 DTYPES = ("float32", "bfloat16", "float16")
-
-_COMPRESSING = ("compression", "distillation", "joint", "segments", "windows", "denoising")
-_READING = ("compression", "distillation", "teacher", "windows")
-# The objectives that have a use for a field; any other refuses it.
-OBJECTIVES_OF: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("encoder", "adapter", "checkpoint_config", "method_config"), (*_COMPRESSING, "retrieval")),
-    "model_config": (*_COMPRESSING, "retrieval", "keep_drop"),
-    "label_texts": ("keep_drop",),
-    "teacher": ("distillation", "keep_drop"),
-    **dict.fromkeys(("kl_weight", "nll_weight"), ("distillation",)),
-    "teacher_lora": ("teacher",),
-    **dict.fromkeys(
-        ("eval_sources", "context_prefix", "questions_per_example", "overlong_contexts"), (*_COMPRESSING, "teacher")
-    ),
-    **dict.fromkeys(("prompt_format", "schedule_contexts", "task_schedule", "task_per_batch"), _READING),
-    "pack_texts": ("compression", "distillation", "teacher"),
-    **dict.fromkeys(("memories", "sample_answers_steps"), ("compression", "distillation")),
-    "length_schedule": (*_READING, "joint"),
-    **dict.fromkeys(("noise_density", "mean_span_length"), ("denoising",)),
-    **dict.fromkeys(("max_query_tokens", "contrastive_temperature"), ("retrieval",)),
-    **dict.fromkeys(("ratio_mode", "ratio_schedule"), _COMPRESSING),
-    "alpha": ("joint",),
-    **dict.fromkeys(("training_substeps", "segments_per_substep", "random_segments"), ("segments",)),
-    "context_mode": ("compression", "joint"),
-}
 
 
 def _option(default: Any, help_text: str) -> Any:
@@ -235,3 +211,53 @@ class TrainingFields:
         _check_range(self, {**dict.fromkeys(zeros, 0), **dict.fromkeys(ones, 1), "contrastive_temperature": 1e-9})
         if self.alpha > 1:
             raise ValueError(f"alpha must be from 0 to 1, got {self.alpha}")
+
+
+# --- schedules over a training ---
+
+
+def check_length_schedule(schedule: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
+    """Return (fraction of training, tokens) pairs; `ValueError` unless they are in order and allowed."""
+    try:
+        points = [(float(fraction), int(length)) for fraction, length in schedule]
+    except (TypeError, ValueError):
+        points = []
+    is_allowed = all(0 <= fraction <= 1 and length >= 1 for fraction, length in points)
+    if not points or points != sorted(points) or not is_allowed:
+        raise ValueError(
+            "length_schedule must be a list of [fraction of training, tokens] in order, fractions from 0 to 1 and at "
+            f"least 1 token, got {schedule!r}"
+        )
+    return points
+
+
+def scheduled_length(points: Sequence[tuple[float, int]], fraction: float) -> int:
+    """Length limit after a fraction of the training, linear between the points and constant outside them."""
+    position = bisect.bisect_right(points, (fraction, math.inf))
+    if position == 0 or position == len(points):
+        return points[min(position, len(points) - 1)][1]
+    (x0, y0), (x1, y1) = points[position - 1], points[position]
+    return round(y0 + (y1 - y0) * (fraction - x0) / (x1 - x0))
+
+
+def check_task_schedule(schedule: Sequence[Sequence[Any]]) -> list[tuple[float, list[str]]]:
+    """Return (fraction of training, tasks) pairs; `ValueError` unless they are in order and allowed."""
+    return check_changes("task_schedule", schedule, TASKS.__contains__)
+
+
+def check_changes(
+    name: str, schedule: Sequence[Sequence[Any]], is_allowed: Callable[[Any], bool]
+) -> list[tuple[float, list[Any]]]:
+    """Return (fraction of training, values) pairs; `ValueError` unless fractions rise from 0 with allowed values."""
+    try:
+        points = [(float(fraction), list(values)) for fraction, values in schedule]
+    except (TypeError, ValueError):
+        points = []
+    fractions = [fraction for fraction, _ in points]
+    in_order = fractions[:1] == [0] and fractions == sorted(set(fractions)) and fractions[-1] < 1
+    if not in_order or not all(values and all(map(is_allowed, values)) for _, values in points):
+        raise ValueError(
+            f"{name} must be a list of [fraction of training, values] in order, the first fraction 0 and all below 1, "
+            f"and each value allowed, got {schedule!r}"
+        )
+    return points

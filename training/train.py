@@ -18,7 +18,6 @@ from tqdm import tqdm
 from transformers import Trainer, set_seed
 
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe, recorded_recipe
-from .fields import OBJECTIVES_OF
 from .loading import check_resumed
 from .log_answers import add_sample_answers
 from .run_record import (
@@ -32,30 +31,13 @@ from .run_record import (
 )
 
 
-def _check_fields(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> None:
-    """Refuse fields that have no part in the recipe's objective, and evaluation or schedules that cannot be."""
-    for group in (model_args, data_args, args):
-        for entry in group.__dataclass_fields__.values():
-            objectives = OBJECTIVES_OF.get(entry.name, (args.objective,))
-            # What is empty is no setting.
-            if args.objective not in objectives and vars(group)[entry.name] not in (entry.default, [], {}):
-                raise ValueError(
-                    f"{entry.name} goes with the objectives {', '.join(objectives)}, not with {args.objective}: "
-                    "leave it out"
-                )
-    evaluates = args.eval_strategy != "no" or args.eval_on_start or args.sample_answers_steps
-    if data_args.eval_sources and not evaluates:
-        raise ValueError("eval_sources are never read: give eval_strategy or sample_answers_steps, or leave them out")
+def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> Trainer:
+    """Return the trainer of the recipe's objective, with its model and data."""
     scheduled = [name for name in ("length_schedule", "task_schedule") if vars(data_args)[name] is not None]
     if scheduled and args.max_steps < 1 and args.num_train_epochs not in (0, 1):
         raise ValueError(
             f"{scheduled[0]} needs max_steps, or num_train_epochs 1, got num_train_epochs {args.num_train_epochs:g}"
         )
-
-
-def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> Trainer:
-    """Return the trainer of the recipe's objective, with its model and data."""
-    _check_fields(model_args, data_args, args)
     set_seed(args.seed)
     file = {"joint": "joint_pretraining"}.get(args.objective, args.objective)
     trainer = importlib.import_module(f".objectives.{file}", __package__).build(model_args, data_args, args)

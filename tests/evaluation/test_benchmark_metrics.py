@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from naive_twin import QA, make_tokenizer, run
 
-from context_compressors.evaluation.benchmark_metrics import (
+from context_compressors.evaluation.metrics import (
     BenchmarkMetric,
     benchmark_max_new_tokens,
     benchmark_metric,

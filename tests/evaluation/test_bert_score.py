@@ -14,8 +14,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from context_compressors.evaluation.bert_score import BertScorer
 from context_compressors.evaluation.evaluate import evaluate_model
+from context_compressors.evaluation.metrics import BertScorer
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 

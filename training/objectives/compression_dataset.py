@@ -22,8 +22,7 @@ from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from ...modeling.parts.chat_template import DOCUMENT_END, before_answer, prompt_ids
 from ...modeling.parts.prompting import cut_passages
 from ...modeling.parts.text_ids import encode, prefix_ids, text_tokenizer
-from ..fields import DataArguments
-from ..schedules import check_length_schedule, check_task_schedule, scheduled_length
+from ..fields import DataArguments, check_length_schedule, check_task_schedule, scheduled_length
 
 # Their contexts belong to a question or a summary, and cannot be made shorter.
 _WHOLE_TASKS = {"question_answering", "summarization"}

@@ -9,8 +9,8 @@ from context_compressors.data.prompts import TASKS
 from context_compressors.data.synthetic_documents import generate_document
 from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.training.arguments import DataArguments
+from context_compressors.training.fields import check_length_schedule, scheduled_length
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
-from context_compressors.training.schedules import check_length_schedule, scheduled_length
 
 GENERATED = {"generated": True, "tasks": ["question_answering", "reconstruction", "continuation"], "weight": 1}
 
