@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..modeling.compressor.backbone import CompressorBackbone
 from ..modeling.compressor.chunking import Chunks, cut
 from ..modeling.compressor.validation import check_context_length, check_ratios, check_together
-from ..modeling.parts.call_views import twin
+from ..modeling.parts.attention_masks import copy_with_shared_weights
 from ..modeling.parts.text_ids import text_tokenizer
 
 PLAN, ATTENTION, WINDOWS, KEPT = "plan", "attention", "windows", "kept"
@@ -97,7 +97,7 @@ def attention_by_head(
         raise ValueError(f"{type(backbone).__name__} has no memory tokens in its encoder whose attention can be shown")
     chunks, chunk_ratio = one_chunk(backbone, input_ids, attention_mask, ratio)
     # Only this implementation gives its weights away.
-    alone = twin(backbone)
+    alone = copy_with_shared_weights(backbone)
     alone.encoder_backbone.set_attn_implementation("eager")
     (rows,) = alone.memory_rows(chunks, [chunk_ratio])
     attentions = alone.encoder_outputs(**rows.inputs, output_attentions=True).attentions

@@ -30,9 +30,8 @@ from ..memory.key_value_memory import (
     key_value_shape,
     note_cached_pairs,
 )
-from ..parts.attention_masks import PAIRWISE_MASKS, with_sight
+from ..parts.attention_masks import PAIRWISE_MASKS, copy_with_shared_weights, with_sight
 from ..parts.cache_name import CACHE
-from ..parts.call_views import twin
 from ..parts.packing import take_places
 from .chunking import Chunks, join
 from .modeling_compressor import CompressorModel
@@ -336,7 +335,7 @@ class HeadwiseModel(CompressorModel):
         scores = [keys.new_zeros(keys.shape[:3], dtype=torch.float32) for keys, _ in key_values]
         # A twin of its own: other threads use the model's layers without these hooks, and with another attention.
         # Without dropout, too.
-        reader, repeats = twin(self).eval(), mask[:, :0]
+        reader, repeats = copy_with_shared_weights(self).eval(), mask[:, :0]
         reader.language_model.set_attn_implementation("eager")
         for index, layer in enumerate(reader.language_model.layers):
             layer.self_attn.register_forward_hook(partial(_take_highest, scores[index], lambda: repeats))

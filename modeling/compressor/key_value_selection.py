@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..memory.compressed_context import CompressedContext, KeyValues
 from ..memory.key_value_memory import inverse_frequencies
-from ..parts.call_views import twin
+from ..parts.attention_masks import copy_with_shared_weights
 from ..parts.packing import left_padded
 from ..parts.position_layout import rotate_keys
 from .backbone import slot_counts
@@ -148,7 +148,7 @@ class KeyValueSelectionModel(CompressorModel):
         """The model itself, or a twin with the one implementation of attention that gives its weights away."""
         if self.language_model.config._attn_implementation == "eager":
             return self
-        alone = twin(self)
+        alone = copy_with_shared_weights(self)
         alone.language_model.set_attn_implementation("eager")
         return alone
 

@@ -8,15 +8,18 @@ pads stand behind their row, and a causal pass needs no mask at all: kernels wit
 
 from __future__ import annotations
 
+import copy
+import functools
+import types
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from .cache_name import CACHE
-from .call_views import for_one_call
 
 # Implementations that take a mask with a value for every pair of places.
 PAIRWISE_MASKS = ("eager", "sdpa")
@@ -24,25 +27,73 @@ PAIRWISE_MASKS = ("eager", "sdpa")
 _WITH_PADS = (*PAIRWISE_MASKS, "flex_attention")
 # Their positions are biases, which they compute from a mask of two dimensions.
 _ALIBI = ("bloom", "falcon", "mpt")
+# The library remembers on the model that its layers have hooks for further outputs.
+_HOOKED = "_output_capturing_hooks_installed"
 
 
 def run_backbone(
     backbone: PreTrainedModel, is_full: bool = False, is_right_padded: bool = False, **inputs: Any
 ) -> Any:
     """One pass of a language model in which every query sees at least one key."""
-    view = for_one_call(backbone, inputs.get("is_causal"))
-    mask: Any = inputs.get("attention_mask")
-    if not is_full and is_right_padded and _takes_no_mask(view, mask, inputs.get("is_causal")):
+    is_causal, mask = inputs.get("is_causal"), inputs.get("attention_mask")
+    view = for_one_call(backbone, is_causal)
+    config, has_mask = view.config, isinstance(mask, Tensor) and mask.dim() == 2
+    # FlashAttention removes pads by their mask.
+    needs_no_mask = config.model_type not in _ALIBI and config._attn_implementation in _WITH_PADS
+    if not is_full and is_right_padded and has_mask and is_causal is not False and needs_no_mask:
         inputs["attention_mask"] = torch.ones_like(mask)
     elif not is_full:
         inputs["attention_mask"] = seeing_mask(view, **inputs)
     return view(**inputs)
 
 
-def _takes_no_mask(backbone: PreTrainedModel, mask: Any, is_causal: bool | None) -> bool:
-    # FlashAttention removes pads by their mask.
-    is_masked = isinstance(mask, Tensor) and mask.dim() == 2 and backbone.config.model_type not in _ALIBI
-    return is_masked and is_causal is not False and backbone.config._attn_implementation in _WITH_PADS
+def for_one_call(backbone: PreTrainedModel, is_causal: bool | None = None) -> PreTrainedModel:
+    """The backbone itself, or a view for one call where that call would change the backbone's settings.
+
+    A view has the same layers, weights and hooks, so that other threads run them with other settings meanwhile. Its
+    own are the configuration, in which the library notes `is_causal` for the length of a pass, and a rotary embedding
+    whose frequencies follow the length of the sequence. Inside `torch.compile` it is always the backbone itself: what
+    is noted there is part of the traced graph.
+    """
+    rotary: Any = getattr(backbone, "rotary_emb", None)
+    kinds = getattr(rotary, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    follows = any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
+    if not (follows or is_causal is not None) or torch.compiler.is_compiling():
+        return backbone
+    if not isinstance(backbone, PreTrainedModel):
+        return backbone
+    if follows:
+        maybe_install_capturing_hooks(backbone)
+    view = object.__new__(type(backbone))
+    members = dict(vars(backbone))
+    for name, value in members.items():
+        # What an instance has in place of its class's methods, as when weights are spread over devices.
+        if isinstance(value, types.MethodType) and value.__self__ is backbone:
+            members[name] = types.MethodType(value.__func__, view)
+        elif isinstance(value, functools.partial) and value.args and value.args[0] is backbone:
+            members[name] = functools.partial(value.func, view, *value.args[1:], **value.keywords)
+    # Compiled for the shared model; and nobody asks a view for more than its states where no hooks are.
+    view.__dict__.update(members, config=copy.copy(backbone.config), _compiled_call_impl=None, **{_HOOKED: True})
+    if is_causal is not None:
+        view.config.is_causal = is_causal
+    if follows:
+        rotary = copy.copy(rotary)
+        rotary._buffers = {name: buffer.clone() for name, buffer in rotary._buffers.items()}
+        view._modules = {**backbone._modules, "rotary_emb": rotary}
+    return view
+
+
+def copy_with_shared_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of all modules and settings of a model on the same weights, for a call that changes settings."""
+    # A replica of `DataParallel` has its weights as plain attributes, and they are no leaves.
+    kept = [
+        value
+        for module in model.modules()
+        for value in {**module._parameters, **module._buffers, **vars(module)}.values()
+        if isinstance(value, Tensor)
+    ]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in kept})
 
 
 def seeing_mask(

@@ -69,9 +69,8 @@ def test_seeds_widen_the_interval_to_the_lowest_and_the_highest_of_them():
     apart = paired_difference(runs, list(runs), "f1", "ratio=4", "cut=4")
     assert apart.interval[0] < -5
     assert same.first == pytest.approx(np.mean(questions) + 1.0)
-    assert (
-        several.first_interval[0] + 3 < one.first_interval[0] < one.first_interval[1] < several.first_interval[1] - 3
-    )
+    wide, narrow = several.first_interval, one.first_interval
+    assert wide[0] + 3 < narrow[0] < narrow[1] < wide[1] - 3
 
 
 def test_a_perplexity_is_compared_in_nats():

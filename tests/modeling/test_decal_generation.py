@@ -349,7 +349,7 @@ def test_what_forward_and_generate_refuse(decal, question, random_rows):
     for call in (decal, decal.generate):
         for given, *parts in (
             ({"input_ids": question, **both}, "`context_input_ids` or `memory`, not both"),
-            ({**text, "ratio": 3}, "ratio 2", "`ratio` is 3"),
+            ({**text, "ratio": 3}, "`ratio` belongs to `context_input_ids`"),
             ({**text, "context_attention_mask": torch.ones_like(ids)}, "`context_attention_mask`", "not given"),
             (outside, "has the token id 128", "128 tokens"),
         ):

@@ -31,15 +31,13 @@ def with_id(wrong):
 
 WRONG_CONTEXTS = [
     ({"ratio": 4}, ValueError, ("not trained for the ratio 4", "[2, 3, 8]", "allow_untrained_ratio=True")),
-    ({"ratio": 0, "allow_untrained_ratio": True}, ValueError, ("from 1 to 65536", "0")),
-    ({"ratio": []}, ValueError, ("empty list", "[2, 3, 8]")),
-    ({"ratio": "2"}, TypeError, ("'2'",)),
+    ({"ratio": 0, "allow_untrained_ratio": True}, ValueError, ("at least 1", "0")),
+    ({"ratio": "2"}, ValueError, ("'2'",)),
     ({"ratio": torch.tensor([2, 2])}, ValueError, ("1 rows", "(2,)")),
     ({"attention_mask": torch.ones(1, 9)}, ValueError, ("`attention_mask`", "(1, 10)", "(1, 9)")),
     ({"input_ids": CONTEXT[:0]}, ValueError, ("`input_ids`", "at least one row", "(0, 10)")),
     ({"input_ids": with_id(140)}, ValueError, ("input_ids", "140", "128 tokens")),
     ({"input_ids": with_id(-1)}, ValueError, ("input_ids", "-1", "128 tokens")),
-    ({"input_ids": [[5, 6]]}, TypeError, ("`input_ids` must be a tensor", "list")),
     ({"input_ids": CONTEXT[0]}, ValueError, ("(batch_size, num_tokens)", "(10,)")),
     ({"rate": 4}, TypeError, ("rate",)),
 ]
@@ -57,8 +55,8 @@ WRONG_TEXTS = [
     ({"attention_mask": torch.ones(1, 9)}, ValueError, ("`attention_mask`", "(1, 4)", "(1, 9)")),
     ({"input_ids": with_id(140)}, ValueError, ("input_ids", "140", "128 tokens")),
     ({"context_input_ids": CONTEXT}, ValueError, ("`context_input_ids` or `memory`",)),
-    ({"memory": None, "ratio": 999}, ValueError, ("`ratio` is 999", "`context_input_ids`")),
-    ({"ratio": 8}, ValueError, ("compressed at ratio", "`ratio` is", "leave `ratio` out")),
+    ({"memory": None, "ratio": 999}, ValueError, ("`ratio`", "`context_input_ids`", "leave it out")),
+    ({"ratio": 8}, ValueError, ("`ratio`", "`context_input_ids`", "`memory.at_ratio(ratio)`")),
     ({"context_attention_mask": torch.ones_like(CONTEXT)}, ValueError, ("`context_attention_mask`",)),
     ({"memory": "document.safetensors"}, TypeError, ("CompressedContext", "str")),
     ({"input_ids": TEXT.expand(3, -1), "rows": 2}, ValueError, ("2 rows", "3")),

@@ -128,7 +128,7 @@ def test_memories_of_a_checkpoints_own_code_and_of_the_package_mix(method_cases,
                 assert reader(question, memory=joined).logits.equal(model(question, memory=expected).logits)
     for reader, memory in zip((model, remote), memories, strict=True):
         for call in (reader, reader.generate):
-            with pytest.raises(ValueError, match="`ratio` is 8"):
+            with pytest.raises(ValueError, match="`ratio` belongs to `context_input_ids`"):
                 call(input_ids=question, memory=memory, ratio=8)
 
 
