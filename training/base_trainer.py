@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,83 +27,6 @@ COUNTS = ("num_tokens", "num_context_tokens", "num_cut_tokens", "num_cut_example
 # Some objectives do not count these.
 _OPTIONAL_COUNTS = ("num_tokens", "num_context_tokens")
 _METADATA = ("example_ids", "num_cut", "documents")
-
-
-_MOMENTUM = 0.95
-
-
-class MuonWithAdamW(torch.optim.AdamW):
-    """AdamW whose parameter groups with `muon=True` are updated by Muon (momentum, then orthogonalisation).
-
-    One optimizer has one learning-rate schedule and one saved state. On a CPU `torch.optim.Muon`, which goes matrix by
-    matrix in bfloat16, is several times slower than this float32 version for stacked matrices.
-    """
-
-    def __init__(self, params: list[dict], **kwargs: float | tuple[float, float]):
-        for group in params:
-            group.setdefault("muon", False)
-        super().__init__(params, **kwargs)  # type: ignore[arg-type]
-
-    def __setstate__(self, state: dict) -> None:
-        # AdamW wants a step count in every state that it restores; Muon needs none.
-        for parameter_state in state["state"].values():
-            parameter_state.setdefault("step", torch.tensor(0.0))
-        super().__setstate__(state)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        groups = self.param_groups
-        for group in groups:
-            if group["muon"]:
-                self._muon_step(group)
-        try:
-            self.param_groups = [group for group in groups if not group["muon"]]
-            return super().step(closure)
-        finally:
-            self.param_groups = groups
-
-    def _muon_step(self, group: dict) -> None:
-        by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                by_shape[parameter.shape].append(parameter)
-        for (rows, columns), parameters in by_shape.items():
-            updates = []
-            for parameter in parameters:
-                state = self.state[parameter]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                buffer = state["momentum_buffer"].mul_(_MOMENTUM).add_(parameter.grad)
-                updates.append(parameter.grad + _MOMENTUM * buffer)
-            scale = group["lr"] * max(1.0, rows / columns) ** 0.5
-            for parameter, update in zip(parameters, orthogonalise(torch.stack(updates)), strict=True):
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
-
-
-def orthogonalise(matrices: torch.Tensor, num_iterations: int = 5) -> torch.Tensor:
-    """Bring singular values of matrices `(num_matrices, rows, columns)` near 1 by Muon's Newton-Schulz iteration."""
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if is_tall else matrices
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(num_iterations):
-        gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.mT if is_tall else x
-
-
-def parameter_groups(model: PreTrainedModel) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """Return a model's trainable parameters: its layers' matrices, other matrices (embeddings, head), the rest."""
-    tables: list[nn.Module | None] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    tables += [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    not_hidden = {id(p) for table in tables if table is not None for p in table.parameters()}
-    groups: tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]] = ([], [], [])
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            # A layer's matrix is called so; whatever else has two dimensions is a table of vectors.
-            is_hidden = parameter.ndim == 2 and name.endswith("weight") and id(parameter) not in not_hidden
-            groups[0 if is_hidden else 1 if parameter.ndim >= 2 else 2].append(parameter)
-    return groups
 
 
 def without_metadata(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +83,7 @@ class BaseTrainer(Trainer):
 
     Weights that are not finite are never saved, so the last checkpoint stays good. A resumed run counts on. Every
     checkpoint holds the ids of the documents that trained it and of those that it was chosen by. The optimizer is
-    AdamW, Muon or T5's Adafactor, as `args.optimizer` says.
+    AdamW or T5's Adafactor, as `args.optimizer` says.
 
     Attributes:
         documents: those that this run has read so far, see [`TrainingDocuments`].
@@ -244,32 +166,14 @@ class BaseTrainer(Trainer):
             )
 
     def create_optimizer(self, model: PreTrainedModel | None = None) -> torch.optim.Optimizer:
-        """Create Muon for hidden matrices and AdamW for the rest, or T5's Adafactor, when the recipe says so."""
-        args, model = self.args, model or self.model
-        if self.optimizer is not None or args.optimizer == "adamw":
-            return super().create_optimizer(model)
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            raise ValueError(
-                f"optimizer: {args.optimizer} needs whole matrices, which DeepSpeed and FSDP cut up; take adamw, or "
-                "DDP (accelerate/multi_gpu.yaml)"
-            )
-        hidden, matrices, vectors = parameter_groups(model)
-        decay = args.weight_decay
-        groups = [
-            {"params": hidden, "lr": args.learning_rate, "weight_decay": decay},
-            {"params": matrices, "lr": args.learning_rate, "weight_decay": decay},
-            {"params": vectors, "lr": args.learning_rate, "weight_decay": 0.0},
-        ]
-        if args.optimizer == "adafactor":
-            # T5's: updates are clipped at a root mean square of 1, before a rate that is relative to each parameter's.
-            groups = [group for group in groups if group["params"]]
+        """Create T5's Adafactor when the recipe says so, and else the library's optimizer."""
+        if self.optimizer is None and self.args.optimizer == "adafactor":
+            # Updates are clipped at a root mean square of 1, before a rate that is relative to each parameter's.
+            trained = [parameter for parameter in (model or self.model).parameters() if parameter.requires_grad]
             scaling = {"scale_parameter": True, "relative_step": False, "warmup_init": False}
-            self.optimizer = Adafactor(groups, lr=args.learning_rate, **scaling)
-        else:
-            groups[0] |= {"muon": True, "lr": args.muon_learning_rate}
-            groups = [group for group in groups if group["params"]]
-            betas = (args.adam_beta1, args.adam_beta2)
-            self.optimizer = MuonWithAdamW(groups, betas=betas, eps=args.adam_epsilon)
+            self.optimizer = Adafactor(
+                trained, self.args.learning_rate, weight_decay=self.args.weight_decay, **scaling
+            )
         return super().create_optimizer(model)
 
     def gather_documents(self) -> None:

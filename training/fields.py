@@ -44,7 +44,7 @@ OBJECTIVES = (
     "retrieval",
     "keep_drop",
 )
-OPTIMIZERS = ("adamw", "muon", "adafactor")
+OPTIMIZERS = ("adamw", "adafactor")
 RATIO_MODES = ("all", "random", "per_sample")
 CONTEXT_MODES = ("compressed", "full_context", "no_context")
 OVERLONG_CONTEXTS = ("truncate", "truncate_left", "skip")
@@ -173,8 +173,7 @@ class TrainingFields:
     """How it is trained, in addition to `trl.SFTConfig`; the command line's help describes each field."""
 
     objective: str = _option("compression", ", ".join(OBJECTIVES))
-    optimizer: str = _option("adamw", "adamw, muon (AdamW for the rest), or adafactor as in T5, with a relative rate")
-    muon_learning_rate: float = _option(0.02, "learning rate of Muon's matrices; learning_rate is AdamW's")
+    optimizer: str = _option("adamw", "adamw, or adafactor as in T5, with a relative rate")
     ratio_mode: str = _option("all", "all ratios at each step, or one: random, per_sample per row")
     ratio_schedule: Entries | None = _option(None, "[fraction of training, ratios] pairs")
     distillation_chunk_size: int = _option(256, "target tokens whose vocabulary scores are in memory at once")
@@ -206,7 +205,7 @@ class TrainingFields:
             if self.ratio_mode == "per_sample":
                 raise ValueError("ratio_schedule goes with ratio_mode all or random, got ratio_mode 'per_sample'")
             check_changes("ratio_schedule", self.ratio_schedule, lambda ratio: isinstance(ratio, int) and ratio >= 1)
-        zeros = ("kl_weight", "nll_weight", "muon_learning_rate", "fit_scorers", "sample_answers_steps", "alpha")
+        zeros = ("kl_weight", "nll_weight", "fit_scorers", "sample_answers_steps", "alpha")
         ones = ("distillation_chunk_size", "training_substeps", "segments_per_substep")
         _check_range(self, {**dict.fromkeys(zeros, 0), **dict.fromkeys(ones, 1), "contrastive_temperature": 1e-9})
         if self.alpha > 1:
