@@ -426,11 +426,6 @@ class CompressorConfig(PreTrainedConfig):
         return False
 
     @property
-    def selects_ratios(self) -> bool:
-        """Whether a context may say itself how far it is compressed, `ratio="auto"`."""
-        return False
-
-    @property
     def vocab_size(self) -> int:
         return self.decoder_config.vocab_size
 
@@ -527,9 +522,6 @@ class MeanPoolingConfig(CompressorConfig):
     encoder: `encoder_lora=None`; no encoder: `encoder_type="embeddings"`; without the linear layer:
     `linear_after_pooling=False`. (Ratio sampling is a value of the training recipe: `ratio_mode: per_sample`.)
 
-    With a `ratio_selector` it is the compressor of "Density-aware Soft Context Compression with Semi-Dynamic
-    Compression Ratio": `ratio="auto"` takes for each context the one of `compression_ratios` that its text asks for.
-
     Args:
         compression_ratios (`int` or sequence of `int`, defaults to `(4, 8, 16, 32, 64, 128)`):
             The ratios of section 5.1.
@@ -540,17 +532,12 @@ class MeanPoolingConfig(CompressorConfig):
         linear_after_pooling (`bool`, defaults to `True`):
             Whether a learned map W (hidden_size x hidden_size, the identity at the start) follows the pooling.
         normed_mlp_size (`int`, *optional*):
-            Width of a perceptron in W's place: RMS norm, linear map, GELU, linear map, without biases (4096 in the
-            semi-dynamic paper's code). It goes with `linear_after_pooling=False`.
+            Width of a perceptron in W's place: RMS norm, linear map, GELU, linear map, without biases. It goes with
+            `linear_after_pooling=False`.
         encoder_type (`str`, defaults to `"language_model"`):
             What is pooled: the encoder's last hidden states, or `"embeddings"`, the decoder's token embeddings.
         encoder_attention (`str`, defaults to `"bidirectional"`):
             Attention inside the encoder, `"bidirectional"` as in section 4.1 or `"causal"`.
-        ratio_selector (`bool`, defaults to `False`):
-            Whether a linear map of a chunk's last state (hidden_size + 1 parameters) predicts y = log2 of its ratio,
-            and `ratio="auto"` takes the one of `compression_ratios` that is nearest to 2^y.
-        ratio_scale (`float`, defaults to 0):
-            What `ratio="auto"` adds to y: 1 asks for twice the ratio, -1 for half of it.
         kwargs: fields of [`CompressorConfig`].
     """
 
@@ -565,8 +552,6 @@ class MeanPoolingConfig(CompressorConfig):
         normed_mlp_size: int | None = None,
         encoder_type: str = "language_model",
         encoder_attention: str = "bidirectional",
-        ratio_selector: bool = False,
-        ratio_scale: float = 0.0,
         **kwargs: Any,
     ):
         self.linear_after_pooling = linear_after_pooling
@@ -589,22 +574,6 @@ class MeanPoolingConfig(CompressorConfig):
                 "`encoder_type='embeddings'` has no encoder: `encoder_lora` and `encoder_config` must be None, got "
                 f"{self.encoder_lora!r} and {type(self.encoder_config).__name__}"
             )
-        self.ratio_selector, self.ratio_scale = bool(ratio_selector), ratio_scale
-        if self.ratio_selector and (not self.has_encoder or len(self.compression_ratios) < 2):
-            raise ValueError(
-                "`ratio_selector` reads an encoder's state and chooses among two or more `compression_ratios`, got "
-                f"`encoder_type={self.encoder_type!r}` and {list(self.compression_ratios)}"
-            )
-
-    @property
-    def selects_ratios(self) -> bool:
-        """Whether `ratio="auto"` is allowed."""
-        return self.ratio_selector
-
-    @property
-    def card_text(self) -> str:
-        """That of semi-dynamic ratios where texts select them."""
-        return "semi_dynamic" if self.selects_ratios else super().card_text
 
     @property
     def has_encoder(self) -> bool:

@@ -59,6 +59,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from transformers.utils.loading_report import LoadStateDictInfo
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from .configuration_ranked_key_values import (
     CODE_VERSION,
@@ -730,64 +731,6 @@ def right_padded(tensor: Tensor, mask: Tensor) -> Tensor:
     return tensor.gather(1, mask.argsort(dim=1, stable=True, descending=True))
 
 
-# parts/call_views.py
-
-# The library remembers on the model that its layers have hooks for further outputs.
-_HOOKED = "_output_capturing_hooks_installed"
-
-
-def for_one_call(backbone: PreTrainedModel, is_causal: bool | None = None) -> PreTrainedModel:
-    """The backbone itself, or a view for one call where that call would change the backbone's settings."""
-    rotary: Any = getattr(backbone, "rotary_emb", None)
-    follows = _follows_length(rotary)
-    if not (follows or is_causal is not None) or torch.compiler.is_compiling():
-        return backbone
-    if not isinstance(backbone, PreTrainedModel):
-        return backbone
-    if follows:
-        from transformers.utils.output_capturing import maybe_install_capturing_hooks
-
-        maybe_install_capturing_hooks(backbone)
-    view = object.__new__(type(backbone))
-    members = {name: _bound_to(view, value, backbone) for name, value in vars(backbone).items()}
-    # Compiled for the shared model; and nobody asks a view for more than its states where no hooks are.
-    view.__dict__.update(members, config=copy.copy(backbone.config), _compiled_call_impl=None, **{_HOOKED: True})
-    if is_causal is not None:
-        view.config.is_causal = is_causal
-    if follows:
-        rotary = copy.copy(rotary)
-        rotary._buffers = {name: buffer.clone() for name, buffer in rotary._buffers.items()}
-        view._modules = {**backbone._modules, "rotary_emb": rotary}
-    return view
-
-
-def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of all modules and settings of a model on the same weights, for a call that changes settings."""
-    # A replica of `DataParallel` has its weights as plain attributes, and they are no leaves.
-    kept = [
-        value
-        for module in model.modules()
-        for value in {**module._parameters, **module._buffers, **vars(module)}.values()
-        if isinstance(value, Tensor)
-    ]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in kept})
-
-
-def _follows_length(rotary: nn.Module | None) -> bool:
-    kinds = getattr(rotary, "rope_type", None)
-    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
-
-
-def _bound_to(view: nn.Module, value: Any, module: nn.Module) -> Any:
-    """What an instance has in place of its class's methods, as when weights are spread over devices, for the view."""
-    if isinstance(value, types.MethodType) and value.__self__ is module:
-        return types.MethodType(value.__func__, view)
-    if isinstance(value, functools.partial) and value.args and value.args[0] is module:
-        return functools.partial(value.func, view, *value.args[1:], **value.keywords)
-    return value
-
-
 # memory/memory_quantization.py
 
 # Bits of keys, and of values and embeddings.
@@ -893,7 +836,7 @@ _TAKEN = (0.12, 0.5)
 # Values that are summed at once: few enough for a processor's cache.
 _CHUNK = 1 << 20
 # Fields that change neither slots nor how they are read: where weights come from, what trains, how texts are worded,
-# which ratio is selected (a memory knows its own), how fast and in what type it computes, when a text ends.
+# how fast and in what type it computes, when a text ends.
 _BESIDE_MEMORIES = {
     *("base_model_name_or_path", "base_model_revision", "encoder_name_or_path", "encoder_revision"),
     *("encoder_tokenizer", "compression_ratios", "trainable_parameters", "training_stage"),
@@ -901,16 +844,15 @@ _BESIDE_MEMORIES = {
     *("eos_token_id", "pad_token_id"),
     *("external_weights", "parent_model_name_or_path", "measured_chunks", "code_version", "config_schema"),
     *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
-    *("ratio_selector", "ratio_scale", "segment_windows"),
+    "segment_windows",
     # Stored by earlier versions.
-    *("last_group", "restores_context_start"),
+    *("last_group", "restores_context_start", "ratio_selector", "ratio_scale"),
     *("use_cache", "dtype", "torch_dtype", "quantization_config"),
     *("output_hidden_states", "output_attentions", "return_dict"),
 }
 # Of these, what changes answers.
 _BESIDE_ANSWERS = _BESIDE_MEMORIES - {
     *("prompts", "prompt_format", "context_prefix", "bos_before_text", "eos_token_id"),
-    *("ratio_selector", "ratio_scale"),
 }
 
 
@@ -1239,6 +1181,124 @@ def _filled(tokenizer: PreTrainedTokenizerBase, text: str, contents: Sequence[st
     return ids + prefix_ids(tokenizer, text)
 
 
+# parts/attention_masks.py
+
+# Implementations that take a mask with a value for every pair of places.
+PAIRWISE_MASKS = ("eager", "sdpa")
+# Implementations that compute pads, too.
+_WITH_PADS = (*PAIRWISE_MASKS, "flex_attention")
+# Their positions are biases, which they compute from a mask of two dimensions.
+_ALIBI = ("bloom", "falcon", "mpt")
+# The library remembers on the model that its layers have hooks for further outputs.
+_HOOKED = "_output_capturing_hooks_installed"
+
+
+def run_backbone(
+    backbone: PreTrainedModel, is_full: bool = False, is_right_padded: bool = False, **inputs: Any
+) -> Any:
+    """One pass of a language model in which every query sees at least one key."""
+    is_causal, mask = inputs.get("is_causal"), inputs.get("attention_mask")
+    view = for_one_call(backbone, is_causal)
+    config, has_mask = view.config, isinstance(mask, Tensor) and mask.dim() == 2
+    # FlashAttention removes pads by their mask.
+    needs_no_mask = config.model_type not in _ALIBI and config._attn_implementation in _WITH_PADS
+    if not is_full and is_right_padded and has_mask and is_causal is not False and needs_no_mask:
+        inputs["attention_mask"] = torch.ones_like(mask)
+    elif not is_full:
+        inputs["attention_mask"] = seeing_mask(view, **inputs)
+    return view(**inputs)
+
+
+def for_one_call(backbone: PreTrainedModel, is_causal: bool | None = None) -> PreTrainedModel:
+    """The backbone itself, or a view for one call where that call would change the backbone's settings."""
+    rotary: Any = getattr(backbone, "rotary_emb", None)
+    kinds = getattr(rotary, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    follows = any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
+    if not (follows or is_causal is not None) or torch.compiler.is_compiling():
+        return backbone
+    if not isinstance(backbone, PreTrainedModel):
+        return backbone
+    if follows:
+        maybe_install_capturing_hooks(backbone)
+    view = object.__new__(type(backbone))
+    members = dict(vars(backbone))
+    for name, value in members.items():
+        # What an instance has in place of its class's methods, as when weights are spread over devices.
+        if isinstance(value, types.MethodType) and value.__self__ is backbone:
+            members[name] = types.MethodType(value.__func__, view)
+        elif isinstance(value, functools.partial) and value.args and value.args[0] is backbone:
+            members[name] = functools.partial(value.func, view, *value.args[1:], **value.keywords)
+    # Compiled for the shared model; and nobody asks a view for more than its states where no hooks are.
+    view.__dict__.update(members, config=copy.copy(backbone.config), _compiled_call_impl=None, **{_HOOKED: True})
+    if is_causal is not None:
+        view.config.is_causal = is_causal
+    if follows:
+        rotary = copy.copy(rotary)
+        rotary._buffers = {name: buffer.clone() for name, buffer in rotary._buffers.items()}
+        view._modules = {**backbone._modules, "rotary_emb": rotary}
+    return view
+
+
+def copy_with_shared_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of all modules and settings of a model on the same weights, for a call that changes settings."""
+    # A replica of `DataParallel` has its weights as plain attributes, and they are no leaves.
+    kept = [
+        value
+        for module in model.modules()
+        for value in {**module._parameters, **module._buffers, **vars(module)}.values()
+        if isinstance(value, Tensor)
+    ]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in kept})
+
+
+def seeing_mask(
+    backbone: PreTrainedModel,
+    attention_mask: Any = None,
+    input_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    **inputs: Any,
+) -> Any:
+    """The mask of a pass as the backbone would make it, with queries that see nothing seeing something."""
+    config, cache = backbone.config, inputs.get(CACHE)
+    states: Any = input_ids if inputs_embeds is None else inputs_embeds
+    implementation = config._attn_implementation
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or config.model_type in _ALIBI:
+        return attention_mask
+    if implementation not in _WITH_PADS:
+        return attention_mask
+    if torch.compiler.is_compiling() and inputs.get("is_causal") is not None:
+        # The pass itself notes it in the configuration.
+        config.is_causal = inputs["is_causal"]
+    if inputs_embeds is None:
+        # Only shape, type and device are read.
+        weight = backbone.get_input_embeddings().weight
+        inputs_embeds = weight.new_empty((), device=states.device).expand(*states.shape, weight.shape[1])
+    offset = 0 if cache is None else cache.get_seq_length()
+    masks = create_masks_for_generate(config, inputs_embeds, attention_mask, cache)
+    if isinstance(masks, dict):
+        return {kind: with_sight(mask, offset) for kind, mask in masks.items()}
+    return attention_mask if masks is None else with_sight(masks, offset)
+
+
+def with_sight(mask: Any, offset: int | Tensor = 0) -> Any:
+    """A mask whose queries that see nothing see all keys, or with flex attention themselves."""
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        if mask.is_floating_point():
+            return mask.masked_fill((mask < 0).all(dim=-1, keepdim=True), 0)
+        return mask | ~mask.any(dim=-1, keepdim=True)
+    if mask is None or isinstance(mask, Tensor):
+        return mask
+    from torch.nn.attention.flex_attention import create_block_mask, or_masks
+
+    def itself(batch_index: Tensor, head_index: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key == query + offset
+
+    num_rows, _, num_queries, num_keys = mask.shape
+    device = mask.kv_num_blocks.device
+    return create_block_mask(or_masks(mask.mask_mod, itself), num_rows, None, num_queries, num_keys, device)
+
+
 # parts/pooling.py
 
 def mean_pool(
@@ -1287,82 +1347,6 @@ def window_sizes(num_tokens: Tensor, ratio: int | Tensor, num_slots: int) -> Ten
 
 def _of_each_row(ratio: int | Tensor) -> int | Tensor:
     return ratio if isinstance(ratio, int) else ratio[:, None]
-
-
-# parts/attention_masks.py
-
-# Implementations that take a mask with a value for every pair of places.
-PAIRWISE_MASKS = ("eager", "sdpa")
-# Implementations that compute pads, too.
-_WITH_PADS = (*PAIRWISE_MASKS, "flex_attention")
-# Their positions are biases, which they compute from a mask of two dimensions.
-_ALIBI = ("bloom", "falcon", "mpt")
-
-
-def run_backbone(
-    backbone: PreTrainedModel, is_full: bool = False, is_right_padded: bool = False, **inputs: Any
-) -> Any:
-    """One pass of a language model in which every query sees at least one key."""
-    view = for_one_call(backbone, inputs.get("is_causal"))
-    mask: Any = inputs.get("attention_mask")
-    if not is_full and is_right_padded and _takes_no_mask(view, mask, inputs.get("is_causal")):
-        inputs["attention_mask"] = torch.ones_like(mask)
-    elif not is_full:
-        inputs["attention_mask"] = seeing_mask(view, **inputs)
-    return view(**inputs)
-
-
-def _takes_no_mask(backbone: PreTrainedModel, mask: Any, is_causal: bool | None) -> bool:
-    # FlashAttention removes pads by their mask.
-    is_masked = isinstance(mask, Tensor) and mask.dim() == 2 and backbone.config.model_type not in _ALIBI
-    return is_masked and is_causal is not False and backbone.config._attn_implementation in _WITH_PADS
-
-
-def seeing_mask(
-    backbone: PreTrainedModel,
-    attention_mask: Any = None,
-    input_ids: Tensor | None = None,
-    inputs_embeds: Tensor | None = None,
-    **inputs: Any,
-) -> Any:
-    """The mask of a pass as the backbone would make it, with queries that see nothing seeing something."""
-    config, cache = backbone.config, inputs.get(CACHE)
-    states: Any = input_ids if inputs_embeds is None else inputs_embeds
-    implementation = config._attn_implementation
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or config.model_type in _ALIBI:
-        return attention_mask
-    if implementation not in _WITH_PADS:
-        return attention_mask
-    if torch.compiler.is_compiling() and inputs.get("is_causal") is not None:
-        # The pass itself notes it in the configuration.
-        config.is_causal = inputs["is_causal"]
-    if inputs_embeds is None:
-        # Only shape, type and device are read.
-        weight = backbone.get_input_embeddings().weight
-        inputs_embeds = weight.new_empty((), device=states.device).expand(*states.shape, weight.shape[1])
-    offset = 0 if cache is None else cache.get_seq_length()
-    masks = create_masks_for_generate(config, inputs_embeds, attention_mask, cache)
-    if isinstance(masks, dict):
-        return {kind: with_sight(mask, offset) for kind, mask in masks.items()}
-    return attention_mask if masks is None else with_sight(masks, offset)
-
-
-def with_sight(mask: Any, offset: int | Tensor = 0) -> Any:
-    """A mask whose queries that see nothing see all keys, or with flex attention themselves."""
-    if isinstance(mask, Tensor) and mask.dim() == 4:
-        if mask.is_floating_point():
-            return mask.masked_fill((mask < 0).all(dim=-1, keepdim=True), 0)
-        return mask | ~mask.any(dim=-1, keepdim=True)
-    if mask is None or isinstance(mask, Tensor):
-        return mask
-    from torch.nn.attention.flex_attention import create_block_mask, or_masks
-
-    def itself(batch_index: Tensor, head_index: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return key == query + offset
-
-    num_rows, _, num_queries, num_keys = mask.shape
-    device = mask.kv_num_blocks.device
-    return create_block_mask(or_masks(mask.mask_mod, itself), num_rows, None, num_queries, num_keys, device)
 
 
 # memory/carriers.py
@@ -3225,7 +3209,7 @@ class ContextCompressionQAPipeline(Pipeline):
     def compress(
         self,
         documents: str | Sequence[str | Sequence[str]],
-        ratio: int | str | Sequence[int | str] | None = None,
+        ratio: int | Sequence[int] | None = None,
         max_tokens: int | None = None,
         allow_untrained_ratio: bool = False,
         batch_size: int | None = None,
@@ -3266,7 +3250,7 @@ class ContextCompressionQAPipeline(Pipeline):
     def compress_ids(
         self,
         rows: Sequence[Sequence[Any]],
-        ratio: int | str | Sequence[int | str] | None = None,
+        ratio: int | Sequence[int] | None = None,
         allow_untrained_ratio: bool = False,
         question: dict[str, Tensor] | None = None,
     ) -> CompressedContext | list[CompressedContext]:
@@ -3342,7 +3326,7 @@ class ContextCompressionQAPipeline(Pipeline):
         max_tokens: int | None = None,
         join: bool | str | None = None,
         full_text: bool | None = None,
-        ratio: int | str | None = None,
+        ratio: int | None = None,
         allow_untrained_ratio: bool | None = None,
         **generate_kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -3417,7 +3401,7 @@ class ContextCompressionQAPipeline(Pipeline):
         self,
         inputs: dict[str, Any],
         join: bool | str = False,
-        ratio: int | str | None = None,
+        ratio: int | None = None,
         allow_untrained_ratio: bool = False,
         **generate_kwargs: Any,
     ) -> dict[str, Any]:
@@ -3462,7 +3446,7 @@ class ContextCompressionQAPipeline(Pipeline):
         return self.model.base_model.memory_class
 
     def _memories(
-        self, inputs: dict[str, Any], join: bool | str, ratio: int | str | None, allow_untrained_ratio: bool
+        self, inputs: dict[str, Any], join: bool | str, ratio: int | None, allow_untrained_ratio: bool
     ) -> Iterable[CompressedContext]:
         """The memories that are asked: those given, or of the documents in batches; a single one if all are joined."""
         memories, documents, batch_size = (inputs[name] for name in ("memories", "document_ids", "batch_size"))
@@ -3588,8 +3572,6 @@ _KEYWORDS = (
     "text_position_offset",
     "logits_to_keep",
 )
-# Some methods ask for memory by the ratio, however short the context is.
-_MAX_RATIO = 65_536
 
 
 @dataclass
@@ -3621,18 +3603,15 @@ def token_rows(
     needs_tokens: bool = False,
     chunk_lengths: Any = None,
 ) -> TokenRows:
-    """Check the shapes of ids and mask; a mask of ones where none is given."""
-    if not isinstance(input_ids, Tensor):
-        raise TypeError(f"`{name}` must be a tensor of token ids, got {type(input_ids).__name__}")
+    """Check the shapes of ids, mask and passages; the mask is one of ones where none is given."""
     shape = tuple(input_ids.shape)
     if len(shape) != 2 or not shape[0]:
         raise ValueError(f"`{name}` must have shape (batch_size, num_tokens) with at least one row, got {shape}")
-    if attention_mask is None:
-        mask = torch.ones_like(input_ids, dtype=torch.long)
-    elif tuple(attention_mask.shape) != shape:
-        name = name.replace("input_ids", "attention_mask")
-        raise ValueError(f"`{name}` must have the shape of the ids, {shape}, got {tuple(attention_mask.shape)}")
-    else:
+    mask = input_ids.new_ones(shape, dtype=torch.long)
+    if attention_mask is not None:
+        if tuple(attention_mask.shape) != shape:
+            name = name.replace("input_ids", "attention_mask")
+            raise ValueError(f"`{name}` must have the shape of the ids, {shape}, got {tuple(attention_mask.shape)}")
         mask = (attention_mask != 0).long().to(input_ids.device)
     passages = None
     if chunk_lengths is not None:
@@ -3694,8 +3673,6 @@ def cached_text_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) ->
 
 def check_ratios(ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> list[Any]:
     """Ratios as ints or LongTensors `(batch_size,)`; `None` becomes the first trained one."""
-    if not ratios:
-        raise ValueError(f"`ratio` is an empty list; the checkpoint has the ratios {sorted(trained)}")
     checked: list[Any] = []
     for ratio in ratios:
         ratio = trained[0] if ratio is None else ratio
@@ -3709,15 +3686,10 @@ def check_ratios(ratios: Sequence[Any], trained: Sequence[int], input_ids: Tenso
             values = set(ratio.tolist())
         else:
             ratio = ratio.item() if isinstance(ratio, Tensor) else ratio
-            if not isinstance(ratio, int):
-                raise TypeError(
-                    "`ratio` must be an int, a LongTensor or a list of ints ('auto' needs a checkpoint with a ratio "
-                    f"selector), got {ratio!r}"
-                )
             values = {ratio}
-        for value in sorted(values):
-            if not 1 <= value <= max(_MAX_RATIO, *trained):
-                raise ValueError(f"`ratio` must be from 1 to {_MAX_RATIO}, got {value}")
+        for value in values:
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"`ratio` must be an int of at least 1, got {value!r}")
             if value not in trained and not allow_untrained:
                 raise ValueError(
                     f"this checkpoint was not trained for the ratio {value}; it has {sorted(trained)} "
@@ -3760,27 +3732,19 @@ def check_source(
     mask: Any,
     chunk_lengths: Any = None,
 ) -> None:
-    """Check that a text stands behind a context, with its ratio, mask and passages, or behind a memory."""
+    """Check that there is a context or a memory and not both, and what belongs to a context beside one alone."""
     if context_input_ids is not None:
         if memory is not None:
             raise ValueError("give either `context_input_ids` or `memory`, not both")
         return
-    for name, value in (("context_attention_mask", mask), ("context_chunk_lengths", chunk_lengths)):
+    for name, value in (("context_attention_mask", mask), ("context_chunk_lengths", chunk_lengths), ("ratio", ratio)):
         if value is not None:
-            raise ValueError(f"`{name}` belongs to `context_input_ids`, which are not given")
-    if ratio is None:
-        return
-    if memory is None:
-        raise ValueError(f"`ratio` is {ratio}, but no context is compressed: give `context_input_ids`")
-    if isinstance(ratio, str) or not bool((torch.as_tensor(memory.ratio).cpu() == torch.as_tensor(ratio).cpu()).all()):
-        coarser = "" if memory.coarsest_ratios is None else ", or give `memory.at_ratio(ratio)` if it is coarser"
-        raise ValueError(
-            f"`memory` was compressed at ratio {memory.ratio}, `ratio` is {ratio}: leave `ratio` out{coarser}"
-        )
+            advice = "; `memory.at_ratio(ratio)` makes some memories coarser" if name == "ratio" and memory else ""
+            raise ValueError(f"`{name}` belongs to `context_input_ids`, which are not given: leave it out{advice}")
 
 
 def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContext:
-    """The memory, one row for each text row, on the model's device and of its dtype."""
+    """The memory, one row for each row of the texts `input_ids`, on the model's device and of its dtype."""
     if not is_memory(memory):
         raise TypeError(f"`memory` must be a CompressedContext, as `compress` returns it, got {type(memory).__name__}")
     if not model.made(memory):
@@ -4256,7 +4220,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        ratio: int | str | Tensor | Sequence[int | str] | None = None,
+        ratio: int | Tensor | Sequence[int] | None = None,
         allow_untrained_ratio: bool = False,
         *,
         chunk_lengths: Tensor | Sequence[Sequence[int]] | None = None,
@@ -4653,7 +4617,7 @@ class CompressorModel(CompressorBackbone):
         context_input_ids: Tensor | None = None,
         context_attention_mask: Tensor | None = None,
         memory: CompressedContext | None = None,
-        ratio: int | str | Tensor | None = None,
+        ratio: int | Tensor | None = None,
         use_cache: bool | None = None,
         text_position_offset: Tensor | None = None,
         context_chunk_lengths: Tensor | None = None,
@@ -4966,7 +4930,7 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         context_input_ids: Tensor | None = None,
         context_attention_mask: Tensor | None = None,
         memory: CompressedContext | None = None,
-        ratio: int | str | Tensor | None = None,
+        ratio: int | Tensor | None = None,
         use_cache: bool | None = None,
         text_position_offset: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -5031,7 +4995,7 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         memory: CompressedContext | None = None,
         context_input_ids: Tensor | None = None,
         context_attention_mask: Tensor | None = None,
-        ratio: int | str | Tensor | None = None,
+        ratio: int | Tensor | None = None,
         context_chunk_lengths: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -5393,7 +5357,7 @@ class HeadwiseModel(CompressorModel):
         scores = [keys.new_zeros(keys.shape[:3], dtype=torch.float32) for keys, _ in key_values]
         # A twin of its own: other threads use the model's layers without these hooks, and with another attention.
         # Without dropout, too.
-        reader, repeats = twin(self).eval(), mask[:, :0]
+        reader, repeats = copy_with_shared_weights(self).eval(), mask[:, :0]
         reader.language_model.set_attn_implementation("eager")
         for index, layer in enumerate(reader.language_model.layers):
             layer.self_attn.register_forward_hook(partial(_take_highest, scores[index], lambda: repeats))

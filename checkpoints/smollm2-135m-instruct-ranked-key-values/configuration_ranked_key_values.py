@@ -433,11 +433,6 @@ class CompressorConfig(PreTrainedConfig):
         return False
 
     @property
-    def selects_ratios(self) -> bool:
-        """Whether a context may say itself how far it is compressed, `ratio="auto"`."""
-        return False
-
-    @property
     def vocab_size(self) -> int:
         return self.decoder_config.vocab_size
 

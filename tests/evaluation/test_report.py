@@ -72,7 +72,7 @@ def test_conditions_come_in_the_order_of_ratios():
     assert report.ratios(QA) == [4, 8, 16, 128]
     report.rows += [row(condition=name) for name in ("cut=16", "ratio=256")]
     assert report.conditions(QA)[-3:] == ["ratio=128", "ratio=256", "cut=16"]
-    assert [ratio_of(name) for name in ("ratio=12", "ratio=2", "no_context")] == [12, None, None]
+    assert [ratio_of(name) for name in ("ratio=12", "cut=2", "no_context")] == [12, None, None]
 
 
 def test_file_gives_the_same_report_back(tmp_path):
