@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny DeCAL models: every setting that its tests go through."""
+"""Tiny DeCAL models in every setting."""
 
 import pytest
 import torch
@@ -32,13 +32,15 @@ SETTINGS = {
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
 
-def build(setting="decal", attention="sdpa", seed=0, decoder_config=None, **fields):
+def build(
+    setting="decal", attention="sdpa", seed=0, decoder_config=None, model_class=DeCALForConditionalGeneration, **fields
+):
     """A tiny model in evaluation mode, with nothing at a start value that could hide a mistake."""
     torch.manual_seed(seed)
     fields = {"compression_ratios": (2, 3, 8), **SETTINGS[setting], **fields}
     config = DeCALConfig(decoder_config={**T5_FIELDS, **(decoder_config or {})}, **fields)
     config._attn_implementation = attention
-    model = DeCALForConditionalGeneration(config)
+    model = model_class(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation Beacon alone: a naive twin, the places and ids of its windows, sizes, and a memory that slides."""
+"""Activation Beacon beside a naive twin; the ids of its windows; a memory that slides."""
 
 import pytest
 import torch
@@ -7,10 +7,8 @@ from tiny_bases import EOS, base_config, ids_of
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from context_compressors import ActivationBeaconConfig, ActivationBeaconForCausalLM, CompressedContext
+from context_compressors import ActivationBeaconConfig, ActivationBeaconForCausalLM
 from context_compressors.modeling.parts.cache_name import CACHE
-
-GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +115,6 @@ def test_slots_and_states_are_the_naive_twins(base, case_on):
 
 
 def test_untrained_it_is_the_base_with_eos_behind_every_group(tmp_path):
-    """Within one window: what the text reads, and the tokens' states."""
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(base_config(num_hidden_layers=3)).eval()
     base.save_pretrained(tmp_path)
@@ -159,6 +156,8 @@ def test_windows_and_ids_are_those_of_the_authors_code(beacon, monkeypatch):
     model, ids = small(beacon), ids_of(20)
     trained = windows_read(model, lambda: model.model.read_windows(ids, None, [4]), monkeypatch)
     assert trained == [([*range(10)], 10), ([*range(2, 12)], 12), ([*range(4, 8)], 8)]
+    by_window = windows_read(model, lambda: model.model.read_windows(ids_of(30), None, [4, 2]), monkeypatch)
+    assert [(row[0], len(row)) for row, _ in by_window] == [(0, 10), (2, 12), (6, 10), (8, 6)]
     compressed = windows_read(model, lambda: model.compress(ids), monkeypatch)
     assert compressed == [*trained[:2], ([*range(4, 9)], 9)]
     assert model.compress(ids).num_slots.tolist() == [5]
@@ -172,40 +171,11 @@ def test_windows_and_ids_are_those_of_the_authors_code(beacon, monkeypatch):
     assert model.compress(ids_of(640)).num_slots.tolist() == [160]
 
 
-@torch.no_grad()
-def test_a_ratio_of_its_own_in_each_window(beacon, monkeypatch):
-    model, ids = small(beacon), ids_of(30)
-    found = windows_read(model, lambda: model.model.read_windows(ids, None, [4, 2]), monkeypatch)
-    assert [row[0] for row, _ in found] == [0, 2, 6, 8]
-    assert [len(row) for row, _ in found] == [10, 12, 10, 6]
-    with pytest.raises(ValueError, match="not trained for the ratio 3"):
-        model.model.read_windows(ids, None, [4, 3])
-
-
-def test_the_loss_of_the_last_window_reaches_the_first(beacon, random_rows, pad_rows):
-    """And texts of a batch are read as each alone, wherever pads stand."""
-    model, rows = small(beacon).train(), random_rows([20, 7, 9])
-    ids, mask = pad_rows(rows, "middle")
-    states, leaves = model.model.read_windows(ids, mask, [4]), []
-    for row, text in enumerate(rows):
-        alone = model.model.read_windows(text[None], None, [4])[0]
-        torch.testing.assert_close(states[row][mask[row].bool()], alone, atol=1e-5, rtol=1e-4)
-
-    def follow(module, inputs, output):
-        leaves.append(output.detach().requires_grad_())
-        return leaves[-1]
-
-    model.get_input_embeddings().register_forward_hook(follow)
-    model.model.read_windows(rows[0][None], None, [4])[0, 16:].sum().backward()
-    assert len(leaves) == 3
-    assert all(leaf.grad.any() for leaf in leaves)
-
-
 # --- a memory that slides ---
 
 
 @torch.no_grad()
-def test_a_text_in_pieces_is_the_text_as_a_whole(beacon, tmp_path):
+def test_a_text_in_pieces_is_the_text_as_a_whole(beacon):
     for fields in ({}, {"num_sinks": 1}):
         model, ids = small(beacon, **fields), ids_of(22)
         sliding = model.sliding_memory(max_slots=100)
@@ -217,10 +187,6 @@ def test_a_text_in_pieces_is_the_text_as_a_whole(beacon, tmp_path):
         for pair, expected in zip(found.key_values, whole.key_values, strict=True):
             for tensor, other in zip(pair, expected, strict=True):
                 torch.testing.assert_close(tensor, other, atol=1e-5, rtol=1e-5)
-        found.save(tmp_path / "memory.safetensors")
-        loaded = CompressedContext.load(tmp_path / "memory.safetensors", model_id=model.model_id)
-        text = torch.tensor([[7, 9]])
-        assert model.generate(text, memory=loaded, **GREEDY).equal(model.generate(text, memory=whole, **GREEDY))
 
 
 @torch.no_grad()
@@ -273,15 +239,7 @@ def test_bases_that_cannot_be_served_are_refused(beacon):
         beacon.build(decoder_config=scaled).compress(ids_of(9))
     with pytest.raises(ValueError, match="one behind the other, without `chunk_lengths`"):
         beacon.model.compress(ids_of(9), chunk_lengths=[[4, 5]])
-    wrong = {
-        "beacon_maps": ([], ["gate"], "query", [["query"]]),
-        "num_sinks": (-1, 4),
-        "window_size": (0, None),
-        "position_layout": ("enhanced",),
-        "chunk_size": (64,),
-        "encoder_lora": ({"rank": 2},),
-    }
-    for field, values in wrong.items():
-        for value in values:
-            with pytest.raises(ValueError, match=f"`{field}` must be"):
-                ActivationBeaconConfig(**{"window_size": 6, field: value})
+    wrong = {"beacon_maps": ["gate"], "num_sinks": 4, "window_size": 0, "position_layout": "enhanced"}
+    for field, value in {**wrong, "chunk_size": 64, "encoder_lora": {"rank": 2}}.items():
+        with pytest.raises(ValueError, match=f"`{field}` must be"):
+            ActivationBeaconConfig(**{"window_size": 6, field: value})

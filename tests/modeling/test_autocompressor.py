@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """AutoCompressor beside a loop over segments, its numbers, and LLoCO's stage."""
 
-import copy
-
 import pytest
 import torch
 from tiny_bases import ids_of
@@ -33,7 +31,7 @@ def naive_slots(model, ids, ratio):
 
 @pytest.mark.parametrize("variant", ["segments", "fixed", "latest_summaries", "two_adapters"])
 def test_slots_are_those_of_a_loop_over_segments(variant, autocompressor, random_rows, pad_rows):
-    """Values and gradients, in a batch with pads and a row without tokens, of rows with different ratios."""
+    """Values and gradients of padded rows with different ratios, one without tokens."""
     case = autocompressor.on(variant=variant)
     model = case.build(chunk_size=5) if variant == "two_adapters" else case.build()
     rows, ratios = random_rows([13, 4, 0, 10]), [2, 3, 2, 8]
@@ -90,42 +88,31 @@ def test_summary_tokens_start_as_the_embedding_of_eos(tiny_base_config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_equal_settings", [False, True])
-def test_the_reader_starts_from_a_compressor_and_reads_its_memories(has_equal_settings, autocompressor, tmp_path):
-    """Its adapter is new, whatever the shared one's settings, starts without effect, and names no memory."""
+def test_the_reader_starts_from_a_compressor_and_reads_its_memories(autocompressor, tmp_path):
     compressor = autocompressor.on(variant="fixed").build()
     compressor.save_pretrained(tmp_path / "compressor")
-    memory = compressor.compress(ids_of(15))
-    memory.save(tmp_path / "memory.safetensors")
-    lora = compressor.config.encoder_lora if has_equal_settings else MEMORY_LORA
-    changes = {"training_stage": "reader", "decoder_lora": lora}
-    config = changed_config(AutoCompressorConfig.from_pretrained(tmp_path / "compressor"), changes)
-    torch.manual_seed(1)
-    reader = AutoCompressorForCausalLM.from_pretrained(tmp_path / "compressor", config=copy.deepcopy(config))
+    memory, text = compressor.compress(ids_of(15)), ids_of(4, seed=1)
+    config = AutoCompressorConfig.from_pretrained(tmp_path / "compressor")
+    config = changed_config(config, {"training_stage": "reader", "decoder_lora": MEMORY_LORA})
+    reader = AutoCompressorForCausalLM.from_pretrained(tmp_path / "compressor", config=config)
     trained = {name for name, parameter in reader.named_parameters() if parameter.requires_grad}
-    assert trained
-    assert all(".decoder." in name for name in trained)
-    weights = compressor.state_dict()
-    assert all(tensor.equal(weights[name]) for name, tensor in reader.state_dict().items() if name not in trained)
-    assert all(reader.get_parameter(name).any() == ("lora_A" in name) for name in trained)
-    assert reader.model_id == compressor.model_id
-    text = ids_of(4, seed=1)
+    assert trained == {name for name, _ in reader.named_parameters() if ".decoder." in name}
+    # The new adapter starts without effect.
     torch.testing.assert_close(reader(text, memory=memory).logits, compressor(text, memory=memory).logits)
     with torch.no_grad():
         for name in trained:
             reader.get_parameter(name).add_(0.1)
-    assert reader.model_id == compressor.model_id
     assert not reader(text, memory=memory).logits.allclose(compressor(text, memory=memory).logits, atol=1e-3)
     assert reader.compress(ids_of(15)).embeddings.equal(memory.embeddings)
     reader.save_pretrained(tmp_path / "reader")
     loaded = AutoCompressorForCausalLM.from_pretrained(tmp_path / "reader")
-    stored = type(memory).load(tmp_path / "memory.safetensors", model_id=loaded.model_id)
-    assert loaded(text, memory=stored).logits.equal(reader(text, memory=memory).logits)
+    assert loaded.model_id == compressor.model_id
+    assert loaded(text, memory=memory).logits.equal(reader(text, memory=memory).logits)
     with torch.no_grad():
         loaded.model.memory_embeddings.add_(0.1)
     with pytest.raises(ValueError, match="not by this one"):
-        loaded(text, memory=stored)
-    # A checkpoint that lacks an adapter which its own configuration names is broken.
+        loaded(text, memory=memory)
+    # A checkpoint without an adapter that its configuration names is broken.
     reader.config.save_pretrained(tmp_path / "compressor")
     with pytest.raises(ValueError, match="lacks"):
         AutoCompressorForCausalLM.from_pretrained(tmp_path / "compressor")

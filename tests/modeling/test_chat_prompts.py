@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats: slots stand where the document's words would stand, and everything else is the template's own ids."""
+"""Chats: slots stand in place of the document's words, among the template's own ids."""
 
 import json
 
@@ -41,14 +41,11 @@ def templated(tokenizer, messages, document=DOCUMENT):
     return encode(tokenizer, text)
 
 
-@pytest.mark.parametrize("prompt_format", ["plain", "chat"])
-def test_what_a_template_refuses_is_a_value_error_with_its_words(method_cases, tokenizer, prompt_format):
+def test_what_a_template_refuses_is_a_value_error_with_its_words(method_cases, tokenizer):
     config = chat_model(method_cases, tokenizer).config
-    config.prompt_format = prompt_format
-    for template, words in (("{{ raise_exception('No system role') }}", "No system role"), ("{{ [] + 1 }}", "list")):
-        tokenizer.chat_template = template
-        with pytest.raises(ValueError, match=f"chat template refuses these messages: .*{words}"):
-            message_ids(config, tokenizer, WITH_SYSTEM)
+    tokenizer.chat_template = "{{ raise_exception('No system role') }}"
+    with pytest.raises(ValueError, match=r"chat template refuses these messages: .*No system role"):
+        message_ids(config, tokenizer, WITH_SYSTEM)
 
 
 def chat_model(method_cases, tokenizer, **fields):
@@ -117,10 +114,9 @@ def test_rows_of_a_batch_have_the_plain_models_logits(method_cases, tokenizer, s
         torch.testing.assert_close(last, wanted, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("cache", [None, "static"])
-def test_generation_writes_what_the_plain_model_writes(method_cases, tokenizer, cache):
+def test_generation_writes_what_the_plain_model_writes(method_cases, tokenizer):
     model = chat_model(method_cases, tokenizer)
-    length = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "cache_implementation": cache}
+    length = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     memory = memory_of_words(model, [encode(tokenizer, DOCUMENT)])
     ids = message_ids(model.config, tokenizer, TWO_TURNS)
     found = model.generate(torch.tensor([ids]), memory=memory, **length)[0, len(ids) :]
@@ -209,7 +205,6 @@ def test_behind_a_task_token_the_template_is_special_and_words_are_not(method_ca
     [
         ([], "`messages` is empty"),
         (TWO_TURNS[:2], "must be the user's, who asks"),
-        ([{"role": "user"}], "with the texts `role` and `content`"),
         (["Who?"], "with the texts `role` and `content`"),
         ([{"role": "user", "content": None}], "with the texts `role` and `content`"),
     ],

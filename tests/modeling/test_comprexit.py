@@ -1,47 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ComprExIT's equations beside a naive twin, its worked numbers and sizes."""
-
-import math
+"""ComprExIT's equations beside naive twins, its segments, ablations and settings."""
 
 import pytest
 import torch
-from comprexit_parts import random_like, transmission
-from torch import nn
+from tiny_bases import ids_of
 from torch.nn import functional
 
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
-from context_compressors.modeling.modeling_comprexit import (
-    LayerGate,
-)
+from context_compressors.evaluation.slot_origins import information_flow
+from context_compressors.modeling import modeling_comprexit
+from context_compressors.modeling.modeling_comprexit import LayerGate, Transmission, WindowAttention
+from context_compressors.modeling.parts.pooling import mean_pool
 
-LN2 = math.log(2)
 literally = pytest.mark.parametrize("literal", [False, True], ids=["facts", "printed"])
 
 
-def plain_transmission(**fields):
-    """W_u = W_g = W_rho = identity and no LayerNorm, as in numbers worked by hand."""
-    module = transmission(1, **fields)
-    module.metric = module.sender_score = module.value_norm = module.value = nn.Identity()
+@pytest.fixture
+def comprexit(method_cases):
+    return method_cases["comprexit"]
+
+
+def random_like(module, seed=0):
+    """The module with random parameters, so that no start value hides a mistake."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(0.4 * torch.randn_like(parameter) + (1 if parameter.dim() == 1 else 0))
     return module
 
 
+def transmission(hidden_size=6, seed=0, **fields):
+    config = ComprExITConfig(**{"metric_size": 4, "window_size": 8, **fields})
+    return random_like(Transmission(hidden_size, config), seed)
+
+
 # --- equations 4 to 7: the gate ---
-
-
-@literally
-def test_worked_gate_weights(literal):
-    """Raw scores 0, x, 2x with x so large that the scaled ones are 0, ln 2, ln 4."""
-    config = ComprExITConfig(gate_size=256, literal_equations=literal)
-    gate = LayerGate(2, 4 if literal else 3, config)
-    with torch.no_grad():
-        for parameter in gate.parameters():
-            parameter.zero_()
-        # A token's state is (score, 1): the query reads the 1, the layer's side the score.
-        gate.context.weight[0, 1] = gate.layer.weight[0, 0] = 1
-    factor = 0.7 if literal else 11.2
-    scores = ([123.0] if literal else []) + [0, factor * LN2, 2 * factor * LN2]
-    _, weights = gate([torch.tensor([[[score, 1.0]]]) for score in scores])
-    torch.testing.assert_close(weights[0, 0], torch.tensor([1 / 7, 2 / 7, 4 / 7]))
 
 
 def naive_gate(gate, states, literal):
@@ -124,22 +117,9 @@ def test_transmission_is_its_naive_twin(literal, ratio):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3, msg=name)
 
 
-@literally
-def test_worked_sender_mass(literal):
-    module = plain_transmission(literal_equations=literal)
-    scores = torch.tensor([0, LN2, math.log(3), 7.0])[None, None, :, None]
-    mask = torch.tensor([[[True, True, True, False]]])
-    mass = module.sender_mass(scores, mask)[0, 0].tolist()
-    expected = [1 / 6, 1 / 3, 1 / 2, 0] if literal else [0.175, 1 / 3, 0.49166666666666664, 0]
-    assert mass == pytest.approx(expected, abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("ratio", "lengths", "windows", "num_slots"),
-    [
-        (4, [300, 130, 128, 1], [[128, 128, 44], [128, 2, 0], [128, 0, 0], [1, 0, 0]], [75, 33, 32, 1]),
-        (5, [300], [[125, 125, 50]], [60]),
-    ],
+    [(4, [300, 130, 1], [[128, 128, 44], [128, 2, 0], [1, 0, 0]], [75, 33, 1]), (5, [300], [[125, 125, 50]], [60])],
 )
 def test_worked_windows(ratio, lengths, windows, num_slots):
     module = transmission(window_size=128)
@@ -151,16 +131,171 @@ def test_worked_windows(ratio, lengths, windows, num_slots):
     assert slot_mask.sum(dim=1).tolist() == num_slots
 
 
-@literally
-def test_one_window_by_hand(literal):
-    module = plain_transmission(window_size=4, uniform_sender_share=1.0, literal_equations=literal)
-    module.sender_score = None
-    anchors = torch.tensor([[[1.0, 0], [1, 0], [0, 1], [0, 1]]])
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    row = torch.tensor([0.2499886505328244, 1.1349467175597594e-05])
-    plan = module.weights(anchors[:, None], mask[:, None], 2)[0, 0] * (1 if literal else 0.5)
-    torch.testing.assert_close(plan, torch.stack([row, row, row.flip(0), row.flip(0)]))
-    near, far = (
-        (0.4999773010656488, 2.2698934351195188e-05) if literal else (0.9999546021312976, 4.5397868702390376e-05)
-    )
-    torch.testing.assert_close(module(anchors, mask, 2)[0][0], torch.tensor([[near, far], [far, near]]))
+# --- the whole method ---
+
+
+def by_hand(model, ids, ratio):
+    """One row with all hidden states at once."""
+    states = model.language_model(ids, output_hidden_states=True).hidden_states
+    anchors = model.layer_gate(states)[0]
+    slots, _ = model.transmission(anchors, torch.ones_like(ids).bool(), ratio)
+    return model.slot_mlp(slots)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("segment_windows", [1, 3])
+@pytest.mark.parametrize("base", ["llama-sdpa", "mistral-sdpa", "gemma2-eager"])
+def test_segments_equal_the_hidden_states_of_the_whole_context(case_on, base, segment_windows, random_rows, pad_rows):
+    """Segments of 4 and 12 tokens are shorter and longer than a sliding window."""
+    model = case_on("comprexit", base).build(segment_windows=segment_windows).model
+    rows = random_rows([37, 12, 5, 0])
+    calls = []
+    model.language_model.register_forward_pre_hook(lambda *_: calls.append(1))
+    memories = model.compress(*pad_rows(rows, "left"), ratio=[2, 3])
+    assert len(calls) == -(-37 // (4 * segment_windows))
+    for memory, ratio in zip(memories, (2, 3), strict=True):
+        for i, row in enumerate(rows[:3]):
+            expected = by_hand(model, row[None], ratio)[0]
+            found = memory.embeddings[i, memory.attention_mask[i].bool()]
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_gate_reads_blocks_of_tokens_as_one(comprexit, monkeypatch):
+    gate = comprexit.build(decoder_lora=None).model.layer_gate
+    states = [torch.randn(2, 13, 32) for _ in range(3)]
+    expected = gate(states)
+    monkeypatch.setattr(modeling_comprexit, "_GATE_TOKENS_CPU", 4)
+    for found, whole in zip(gate(states), expected, strict=True):
+        torch.testing.assert_close(found, whole)
+
+
+def test_parts_in_bfloat16_compute_in_float32(comprexit):
+    model = comprexit.build(decoder_lora=None).model
+    anchors, mask = torch.randn(1, 13, 32), torch.ones(1, 13, dtype=torch.bool)
+    states = [torch.randn(1, 13, 32) for _ in range(3)]
+    expected = model.layer_gate(states)[0], model._slots(anchors, mask, 2)[0]
+    for part in (model.layer_gate, model.transmission, model.slot_mlp):
+        part.bfloat16()
+    rounded = model.layer_gate([state.bfloat16() for state in states])[0]
+    assert rounded.dtype == torch.float32
+    assert (rounded - expected[0]).norm() < 0.05 * expected[0].norm()
+    assert (model._slots(anchors, mask, 2)[0] - expected[1]).norm() < 0.05 * expected[1].norm()
+
+
+@torch.no_grad()
+def test_information_flow_is_what_compressing_uses(comprexit, random_rows, pad_rows):
+    model = comprexit.build().model
+    rows = random_rows([13, 6])
+    ids, mask = pad_rows(rows, "left")
+    flow, memory = information_flow(model, ids, mask, ratio=3), model.compress(ids, mask, ratio=3)
+    assert flow.layer_weights.shape == (2, 13, 3)
+    assert flow.allocation.shape == (2, 5, 13)
+    for i, row in enumerate(rows):
+        states = model.language_model(row[None], output_hidden_states=True).hidden_states
+        anchors, weights = model.layer_gate(states)
+        torch.testing.assert_close(flow.layer_weights[i, : len(row)], weights[0], atol=1e-5, rtol=0)
+        slots, tokens = -(-len(row) // 3), len(row)
+        allocation = flow.allocation[i, :slots, :tokens]
+        torch.testing.assert_close(allocation.sum(dim=1), torch.ones(slots))
+        values = model.transmission.value(allocation @ model.transmission.value_norm(anchors[0]))
+        torch.testing.assert_close(model.slot_mlp(values), memory.embeddings[i, :slots], atol=1e-4, rtol=1e-4)
+    # The short row's pads have nothing, and windows of 3 tokens stay apart.
+    assert not flow.allocation[1, 2:].any()
+    assert not flow.allocation[1, :, 6:].any()
+    assert not flow.layer_weights[1, 6:].any()
+    assert not flow.allocation[0, 0, 3:].any()
+
+
+# --- ablations and settings ---
+
+
+def test_shuffled_receivers_are_the_same_slots_in_another_order():
+    lengths = [21, 10, 3]
+    mask = torch.arange(21) < torch.tensor(lengths)[:, None]
+    anchors = torch.randn(3, 21, 6)
+    in_order, slot_mask = transmission()(anchors, mask, 2)
+    mixed, mixed_mask = transmission(shuffled_receivers=True)(anchors, mask, 2)
+    assert mixed_mask.equal(slot_mask)
+    moved = False
+    for row, count in enumerate(slot_mask.sum(dim=1).tolist()):
+        for window in range(0, count, 4):
+            one, other = (slots[row, window : min(window + 4, count)] for slots in (in_order, mixed))
+            distances = torch.cdist(one, other)
+            order = distances.argmin(dim=1)
+            assert distances.amin(dim=1).max() < 1e-5
+            assert sorted(order.tolist()) == list(range(len(one)))
+            moved |= order.tolist() != sorted(order.tolist())
+    assert moved
+
+
+def test_windowed_attention_is_its_naive_twin():
+    module = random_like(WindowAttention(6, 4))
+    assert sorted(name for name, _ in module.named_children()) == ["key", "norm", "query"]
+    lengths = [7, 2]
+    anchors, mask = torch.randn(2, 7, 6), torch.arange(7) < torch.tensor(lengths)[:, None]
+    slots, slot_mask = module(anchors, mask, 3)
+    expected = []
+    for row, length in enumerate(lengths):
+        for block in anchors[row, :length].split(3):
+            normed = module.norm(block)
+            weights = (module.key(normed) @ module.query(normed.mean(dim=0)) / 2).softmax(dim=0)
+            expected.append(weights @ block)
+    torch.testing.assert_close(slots[slot_mask.bool()], torch.stack(expected), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layer", [0, 1, 2, "last_layer"])
+def test_one_layer_pooled_is_mean_pooling_of_that_layer(comprexit, layer):
+    model = comprexit.build(token_anchors=layer, slot_aggregation="mean").model
+    ids, mask = ids_of(13), torch.ones(1, 13).long()
+    states = model.language_model(ids, output_hidden_states=True).hidden_states
+    pooled, _ = mean_pool(states[-1 if layer == "last_layer" else layer], mask, 3)
+    torch.testing.assert_close(model.compress(ids, ratio=3).embeddings, model.slot_mlp(pooled), atol=1e-5, rtol=1e-5)
+    assert {name.split(".")[0] for name, p in model.named_parameters() if p.requires_grad} == {"slot_mlp"}
+
+
+@torch.no_grad()
+def test_every_ablation_changes_the_slots(comprexit):
+    """A field that nothing reads would pass all other tests."""
+    ids = ids_of(15)
+    fields = {
+        "plain": {},
+        "window": {"window_size": 12},
+        "epsilon": {"transport_epsilon": 1.0},
+        "iterations": {"transport_iterations": 1},
+        "uniform": {"uniform_sender_share": 0.5},
+        "temperature": {"gate_temperature": 2.0},
+        "shuffled": {"shuffled_receivers": True},
+    }
+    plain = comprexit.build().model
+    slots = {}
+    for name, changes in fields.items():
+        model = comprexit.build(**changes).model
+        model.load_state_dict(plain.state_dict())
+        slots[name] = model.compress(ids, ratio=2).embeddings
+    for name in fields.keys() - {"plain"}:
+        assert not slots[name].allclose(slots["plain"], atol=1e-3), name
+
+
+def test_defaults_are_the_papers():
+    config = ComprExITConfig()
+    assert (config.compression_ratios, config.bos_before_slots, config.chunk_size) == ((4,), True, None)
+    assert (config.window_size, config.transport_iterations, config.transport_epsilon) == (128, 30, 0.1)
+    assert (config.gate_size, config.metric_size, config.gate_temperature) == (256, 256, 0.7)
+    assert (config.uniform_sender_share, config.encoder_lora, config.decoder_lora) == (0.05, None, None)
+    assert config.task_token_ids == {}
+    assert ComprExITConfig(literal_equations=True).uniform_sender_share == 0.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("token_anchors", "first", "'gate', 'last_layer' or a layer from 0 to 32"),
+        ("token_anchors", 33, "0 to 32"),
+        ("slot_aggregation", "attention", "transport"),
+        ("window_size", 0, "at least 1"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_is_allowed(field, value, allowed):
+    with pytest.raises(ValueError, match=f"`{field}`.*{allowed}.*got {value!r}"):
+        ComprExITConfig(**{field: value})

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeCAL in training: the stock trainer, gradient checkpointing, a chosen trainable set."""
+"""DeCAL in the stock trainer, and its gradient checkpointing."""
 
 import math
 
 import pytest
 import torch
-from decal_models import build, raises
+from decal_models import build
 from tokenizers import Tokenizer, models
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Seq2SeqTrainer, Seq2SeqTrainingArguments
-
-from context_compressors import DeCALForConditionalGeneration
 
 
 @pytest.mark.slow
@@ -53,16 +51,3 @@ def test_gradient_checkpointing_changes_no_gradient(setting, random_rows):
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, msg=name)
-
-
-def test_a_chosen_trainable_set_is_kept(tmp_path):
-    model = build(trainable_parameters=[r"\.latent_"])
-    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
-        "model.latent_vector",
-        "model.latent_norm.weight",
-    }
-    model.save_pretrained(tmp_path)
-    loaded = DeCALForConditionalGeneration.from_pretrained(tmp_path)
-    assert sum(parameter.requires_grad for parameter in loaded.parameters()) == 2
-    with raises("no_such_part", "match no parameter"):
-        build(trainable_parameters=["no_such_part"])

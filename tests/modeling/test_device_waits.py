@@ -9,7 +9,6 @@ from collections import Counter
 
 import pytest
 import torch
-from decal_models import build
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -98,16 +97,3 @@ def test_a_forward_pass_waits_once_more_than_its_language_models_alone(method_ca
     assert count(lambda: model(input_ids=TEXT, memory=memory)) <= one_pass + 1 + further_waits
     reading = count(lambda: model(input_ids=TEXT, context_input_ids=CONTEXT, ratio=3))
     assert reading <= (2 + further) * one_pass + 1 + further_waits
-
-
-def test_an_encoder_decoder_waits_once_more_than_its_base():
-    model = build()
-    plain = model.as_t5()
-    both = {"input_ids": CONTEXT, "attention_mask": torch.ones_like(CONTEXT), "decoder_input_ids": TEXT}
-    in_plain = count(lambda: plain(**both))
-    memory = model.compress(CONTEXT)
-    model(input_ids=TEXT, memory=memory)
-    assert count(lambda: model(**both)) <= in_plain + 1
-    assert count(lambda: model(input_ids=TEXT, memory=memory)) <= in_plain + 1
-    # Context and text are two inputs, each checked.
-    assert count(lambda: model(input_ids=TEXT, context_input_ids=CONTEXT)) <= in_plain + 2

@@ -64,12 +64,7 @@ def test_what_the_method_adds_is_what_it_makes_without_the_residual(name, method
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("five_hundred_x", {}),
-        ("mean_pooling", {"encoder_config": {"vocab_size": 64}}),
-        ("mean_pooling", {"encoder_name_or_path": "me/encoder"}),
-    ],
+    ("name", "fields"), [("five_hundred_x", {}), ("mean_pooling", {"encoder_config": {"vocab_size": 64}})]
 )
 def test_slots_without_the_decoders_embeddings_of_the_context_are_refused(name, fields, method_cases):
     with pytest.raises(ValueError, match=r"`embedding_residual` adds .* must be False"):

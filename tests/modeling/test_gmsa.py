@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GMSA and TCP-AE alone: the paper's equations beside naive twins, two models, and configurations."""
+"""GMSA and TCP-AE beside naive twins, on two bases, and in their two stages."""
 
 import copy
 
 import pytest
 import torch
-from gmsa_cases import TEXT, both, on_every_base
 from tiny_bases import ids_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
 
 from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
-from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
+from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM, GMSAModel
+from context_compressors.modeling.modeling_tcp_autoencoder import TCPAutoencoderModel
 from context_compressors.modeling.parts.pooling import mean_pool
+from context_compressors.training.loading import changed_config
+
+# Norms of heads and a window of their own; transformers has no sdpa for Gemma 2.
+on_every_base = pytest.mark.parametrize("base", ["llama-sdpa", "qwen3-sdpa", "gemma2-eager"])
+both = pytest.mark.parametrize("method", ["gmsa", "tcp_autoencoder"])
+TEXT = torch.tensor([[1, 9, 40, 7]])
+
+
+def trainable(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def plain_backbone(backbone):
@@ -70,7 +80,6 @@ def test_the_encoder_is_the_first_layers_of_its_base_and_the_final_norm(base, ca
     architecture, attention = base.split("-")
     torch.manual_seed(0)
     config = tiny_base_config(architecture, num_hidden_layers=3)
-    # Older versions of transformers start Gemma 2 with sdpa, which knows no soft cap.
     whole = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     whole.save_pretrained(tmp_path)
     model = GMSAForCausalLM.from_base(
@@ -89,20 +98,17 @@ def test_the_encoder_is_the_first_layers_of_its_base_and_the_final_norm(base, ca
     torch.testing.assert_close(model.compress(context).embeddings, expected, atol=1e-5, rtol=1e-5)
 
 
-@on_every_base
-def test_alignment_starts_as_the_decoders_first_blocks(base, tiny_base_config, tmp_path):
-    architecture, attention = base.split("-")
+def test_alignment_starts_as_the_decoders_first_blocks(tiny_base_config, tmp_path):
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(tiny_base_config(architecture, num_hidden_layers=3)).save_pretrained(tmp_path)
-    fields = {"encoder_layers": 1, "lsa_layers": 2, "attn_implementation": attention}
-    config = GMSAConfig(decoder_config=tiny_base_config(architecture), encoder_layers=1, lsa_layers=2)
-    for model in (GMSAForCausalLM.from_base(tmp_path, **fields), GMSAForCausalLM(config)):
+    AutoModelForCausalLM.from_config(tiny_base_config(num_hidden_layers=3)).save_pretrained(tmp_path)
+    config = GMSAConfig(decoder_config=tiny_base_config(), encoder_layers=1, lsa_layers=2)
+    started = GMSAForCausalLM.from_base(tmp_path, encoder_layers=1, lsa_layers=2)
+    for model in (started, GMSAForCausalLM(config)):
         own, decoder = model.model.layer_semantic_alignment.blocks, model.model.language_model
         assert len(own.layers) == 2
         for name, parameter in own.named_parameters():
             assert parameter.equal(decoder.get_parameter(name)), name
             assert parameter.data_ptr() != decoder.get_parameter(name).data_ptr(), name
-        assert all(buffer.isfinite().all() for buffer in own.buffers())
 
 
 # --- the baseline ---
@@ -187,9 +193,6 @@ def test_encoder_and_decoder_of_two_families(method, method_cases, two_models, t
     loaded = case.method.causal_lm_class.from_pretrained(tmp_path / "saved")
     assert loaded(TEXT, context_input_ids=context).logits.equal(model(TEXT, context_input_ids=context).logits)
     assert loaded.config.encoder_name_or_path == "encoder"
-    for path in (tmp_path / "saved").rglob("*"):
-        if path.is_file() and path.suffix != ".safetensors":
-            assert str(tmp_path) not in path.read_text(encoding="utf-8"), path.name
 
 
 @pytest.mark.slow
@@ -203,12 +206,6 @@ def test_the_encoders_tokenizer_is_part_of_the_checkpoint(two_models, tmp_path):
     model.save_pretrained(tmp_path / "saved")
     loaded = GMSAForCausalLM.from_pretrained(tmp_path / "saved")
     assert loaded.encoder_tokenizer("w3 more1 w5").input_ids == context.input_ids[0].tolist()
-    loaded.save_pretrained(tmp_path / "again")
-    again = GMSAForCausalLM.from_pretrained(tmp_path / "again")
-    assert again.encoder_tokenizer("w3 more1 w5").input_ids == context.input_ids[0].tolist()
-    loaded.save_pretrained(tmp_path / "several" / "one")
-    inside = GMSAForCausalLM.from_pretrained(tmp_path / "several", subfolder="one")
-    assert inside.encoder_tokenizer("w3 more1 w5").input_ids == context.input_ids[0].tolist()
     same = GMSAForCausalLM.from_base(decoder, encoder=decoder, encoder_layers=1)
     assert same.encoder_tokenizer is None
     assert same.config.encoder_tokenizer is None
@@ -216,6 +213,51 @@ def test_the_encoders_tokenizer_is_part_of_the_checkpoint(two_models, tmp_path):
         path.unlink()
     with pytest.raises(ValueError, match="no tokenizer in 'encoder_tokenizer'"):
         GMSAForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+# --- the two stages ---
+
+
+@both
+def test_the_first_stage_trains_adapter_and_alignment(method, method_cases):
+    model = method_cases[method].build()
+    names = trainable(model)
+    parts = {"layer_semantic_alignment"} if method == "gmsa" else {"slot_mlp", "memory_embeddings"}
+    own = {name for name, _ in model.named_parameters() if name.split(".")[1] in parts}
+    adapter = {name for name, _ in model.named_parameters() if "lora_" in name}
+    assert names == own | adapter
+    assert adapter
+    assert all(name.startswith("model.encoder_model.layers.0.") for name in adapter)
+
+
+@both
+def test_the_second_stage_trains_query_key_and_value_maps_of_every_decoder_layer(method, method_cases):
+    model = method_cases[method].build(training_stage="keft")
+    prefix = "model.language_model.layers"
+    assert trainable(model) == {f"{prefix}.{n}.self_attn.{part}_proj.weight" for n in range(2) for part in "qkv"}
+
+
+def test_second_stage_needs_maps_of_known_names():
+    base = GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4)
+    fields = {"decoder_config": base, "encoder_layers": 1, "encoder_lora": None, "training_stage": "keft"}
+    with pytest.raises(ValueError, match=r"'gpt2' has none of the known names.*trainable_parameters"):
+        TCPAutoencoderModel(TCPAutoencoderConfig(**fields))
+    model = TCPAutoencoderModel(TCPAutoencoderConfig(**fields, trainable_parameters=[r"language_model.*c_attn"]))
+    assert len(trainable(model)) == 4
+    with pytest.raises(ValueError, match=r"'gpt2' has no \['embed_tokens', 'layers', 'norm'\]"):
+        GMSAModel(GMSAConfig(decoder_config=base, encoder_layers=1, encoder_lora=None))
+
+
+def test_a_first_stage_checkpoint_starts_the_second(method_cases, tmp_path):
+    first = method_cases["gmsa"].build()
+    first.save_pretrained(tmp_path)
+    config = GMSAConfig.from_pretrained(tmp_path)
+    second = GMSAForCausalLM.from_pretrained(tmp_path, config=changed_config(config, {"training_stage": "keft"}))
+    assert config.training_stage == "autoencoding"
+    assert second.config.training_stage == "keft"
+    assert {name.rsplit(".", 2)[-2] for name in trainable(second)} == {"q_proj", "k_proj", "v_proj"}
+    inputs = {"input_ids": TEXT, "context_input_ids": ids_of(9)}
+    assert second(**inputs).logits.equal(first(**inputs).logits)
 
 
 # --- configurations ---
@@ -227,23 +269,18 @@ def test_the_papers_settings_are_the_defaults(config_class):
     assert config.compression_ratios == (4, 8)
     assert (config.encoder_layers, config.encoder_config.num_hidden_layers) == (8, 8)
     lora = {"rank": 128, "alpha": 32.0, "dropout": 0.05, "target_modules": "all-linear"}
-    assert config.encoder_lora == lora
-    assert config.decoder_lora is None
-    assert config.training_stage == "autoencoding"
-    assert config.task_token_ids == {}
+    assert (config.encoder_lora, config.decoder_lora) == (lora, None)
+    assert (config.training_stage, config.task_token_ids) == ("autoencoding", {})
 
 
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("encoder_layers", 0, "from 1 to 32"),
         ("encoder_layers", 33, "from 1 to 32"),
         ("lsa_layers", 33, "from 0 to 32"),
         ("training_stage", "second", "'autoencoding', 'keft'"),
     ],
 )
 def test_wrong_values_are_named(field, value, allowed):
-    with pytest.raises(ValueError, match=f"`{field}`") as error:
+    with pytest.raises(ValueError, match=f"`{field}`.*{allowed}.*got {value!r}"):
         GMSAConfig(**{field: value})
-    assert allowed in str(error.value)
-    assert repr(value) in str(error.value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mean pooling alone: what the paper's equations and start values say."""
+"""Mean pooling: the paper's equations, start values and ablations."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of weights, and the name of a model, by which a memory knows who made it."""
+"""Checksums of weights, and the names of models, by which memories know their maker."""
 
 import copy
 
@@ -35,22 +35,6 @@ def test_a_fingerprint_does_not_depend_on_the_type_but_on_every_weight(method_ca
         parameter.data = parameter.data * 1.5 + 1
         assert weights_fingerprint(model) != expected, name
         parameter.data = before
-
-
-@pytest.mark.slow
-def test_a_models_name_tells_any_changed_value(form_case):
-    model = form_case.build()
-    expected = model.model_id
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.model.named_parameters():
-        flat = parameter.data.view(-1)
-        place = int(torch.randint(flat.numel(), (), generator=generator))
-        with torch.no_grad():
-            before = flat[place].clone()
-            parameter.view(-1)[place] += 1
-            assert model.model_id != expected, name
-            parameter.view(-1)[place] = before
-    assert model.model_id == expected
 
 
 def test_a_models_name_tells_every_setting_that_changes_slots_or_reading(form_case, monkeypatch):
@@ -98,7 +82,3 @@ def test_a_checkpoint_has_one_name_in_any_type(form_case, inputs, tmp_path, loca
     with torch.no_grad():
         loaded.get_input_embeddings().weight.mul_(2)
     assert loaded.model_id != model.model_id
-    # What float16 stores are other values.
-    type(model).from_pretrained(tmp_path, dtype=dtype).save_pretrained(tmp_path / "half", include_base=True)
-    names = {type(model).from_pretrained(tmp_path / "half", dtype=dtype).model_id for dtype in ("float32", "float16")}
-    assert len(names) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A light checkpoint works on a rounded copy of its base, with one warning, and on no other model."""
+"""A light checkpoint works on a rounded copy of its base with one warning, and on no other model."""
 
 import json
 import logging
@@ -11,26 +11,20 @@ from transformers import AutoModelForCausalLM
 from context_compressors.modeling.checkpoint.base_weights import base_name
 from context_compressors.modeling.checkpoint.fingerprints import rounding, sample_text
 
-# The row of the padding token is all zeros.
-TINY = 1e-12
 
-
-def in_groups(bits, size):
-    """Rounding with one scale and one offset for `size` neighbours, as in Q4_1 and the like."""
-
-    def to_groups(tensor):
-        groups = tensor.float().reshape(-1, size)
-        low = groups.amin(1, keepdim=True)
-        step = (groups.amax(1, keepdim=True) - low) / (2**bits - 1) + TINY
-        return (((groups - low) / step).round() * step + low).view(tensor.shape)
-
-    return to_groups
+def to_four_bits(tensor):
+    """Round with one scale and one offset for 16 neighbours, as Q4_1 and the like do."""
+    groups = tensor.float().reshape(-1, 16)
+    low = groups.amin(1, keepdim=True)
+    # The row of the padding token is all zeros.
+    step = (groups.amax(1, keepdim=True) - low) / 15 + 1e-12
+    return (((groups - low) / step).round() * step + low).view(tensor.shape)
 
 
 # With the relative error, at least and at most: that of large matrices, and some room for 512 samples.
 ROUNDINGS = {
     "bfloat16": (lambda tensor: tensor.bfloat16().float(), 0.0012, 0.0024, "a cast to bfloat16"),
-    "4 bits in groups of 16": (in_groups(4, 16), 0.05, 0.09, "a rounding"),
+    "4 bits in groups of 16": (to_four_bits, 0.05, 0.09, "a rounding"),
 }
 
 
@@ -104,20 +98,10 @@ def test_a_fine_tuned_base_is_refused_although_it_is_as_near_as_a_rounded_one(li
 
 
 @torch.no_grad()
-def test_one_changed_weight_is_not_taken_for_a_cast(light, local_hub, tmp_path):
-    def rows_exchanged(model):
-        table = model.get_input_embeddings().weight
-        table[[40, 41]] = table[[41, 40]]
-
-    def one_more(model):
-        model.model.layers[1].mlp.up_proj.weight[5, 7] += 0.5
-
-    def not_a_number(model):
-        model.model.layers[1].mlp.up_proj.weight[5, 7] = torch.nan
-
-    for change in (rows_exchanged, one_more, not_a_number):
-        model = base_model(local_hub).bfloat16()
-        change(model)
-        model.save_pretrained(tmp_path / "other")
-        with pytest.raises(ValueError, match="other weights"):
-            AutoModelForCausalLM.from_pretrained(light, base_model=tmp_path / "other")
+@pytest.mark.parametrize("value", [0.5, torch.nan])
+def test_one_changed_weight_is_not_taken_for_a_cast(light, local_hub, tmp_path, value):
+    model = base_model(local_hub).bfloat16()
+    model.model.layers[1].mlp.up_proj.weight[5, 7] += value
+    model.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="other weights"):
+        AutoModelForCausalLM.from_pretrained(light, base_model=tmp_path / "other")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts of passages: each is compressed apart from the others, wherever its borders are."""
+"""Contexts of passages, each compressed apart from the others."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PCC alone: a GPT-2 compressor beside a naive twin, what the decoder reads, counts, sizes, and what trains."""
+"""PCC with a GPT-2 compressor beside a naive twin, the decoder's input, and counts."""
 
 import pytest
 import torch

@@ -62,9 +62,6 @@ def test_merging_a_new_adapter_changes_nothing_and_leaves_the_methods_own(form_c
     expected = expected(**inputs).logits
     # The method's parts among them.
     wrapped = wrap(form_case.build(), target_modules="all-linear")
-    wrapped.merge_adapter()
-    torch.testing.assert_close(wrapped(**inputs).logits, expected, atol=1e-4, rtol=0)
-    wrapped.unmerge_adapter()
     torch.manual_seed(0)
     for name, parameter in wrapped.named_parameters():
         if ".lora_B.default." in name:
@@ -75,7 +72,8 @@ def test_merging_a_new_adapter_changes_nothing_and_leaves_the_methods_own(form_c
     torch.testing.assert_close(wrapped(**inputs).logits, unmerged, atol=1e-4, rtol=0)
     with wrapped.disable_adapter():
         torch.testing.assert_close(wrapped(**inputs).logits, expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(wrapped(**inputs).logits, unmerged, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="`merge_and_unload`"):
+        wrapped.base_model.model.merge_adapters()
     merged = wrapped.merge_and_unload()
     torch.testing.assert_close(merged(**inputs).logits, unmerged, atol=1e-4, rtol=0)
     assert {name for name, parameter in merged.named_parameters() if parameter.requires_grad} == before
@@ -83,16 +81,6 @@ def test_merging_a_new_adapter_changes_nothing_and_leaves_the_methods_own(form_c
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again(**inputs).logits.equal(merged(**inputs).logits)
     assert again.model_id == merged.model_id
-
-
-def test_unloading_a_new_adapter_gives_the_compressor_back(form_case, inputs):
-    model = form_case.build()
-    expected = model(**inputs).logits
-    wrapped = wrap(model, init_lora_weights=False)
-    assert not wrapped(**inputs).logits.allclose(expected, atol=1e-2)
-    with pytest.raises(ValueError, match="`merge_and_unload`"):
-        model.merge_adapters()
-    assert wrapped.unload()(**inputs).logits.equal(expected)
 
 
 @pytest.mark.slow
@@ -166,9 +154,9 @@ def _with_weights_of(model, quantized):
 def test_a_quantized_base_reads_trains_and_saves(
     form_case, inputs, tmp_path, local_hub, start_light, kind, include_base
 ):
+    load = {"quantization_config": _quantization(kind), "device_map": "cpu"}
     model = start_light(form_case, local_hub)
     model.save_pretrained(tmp_path / "first", include_base=include_base)
-    load = {"quantization_config": _quantization(kind), "device_map": "cpu"}
     quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "first", **load)
     expected = _with_weights_of(model, quantized)(**inputs).logits
     # In 8 bits bitsandbytes rounds the states, too.

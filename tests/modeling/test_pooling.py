@@ -23,22 +23,16 @@ def naive_mean_pool(hidden_states, attention_mask, ratio):
     return slots, slot_mask
 
 
-paddings = pytest.mark.parametrize("padding", ["right", "left", "both", "strewn"])
+paddings = pytest.mark.parametrize("padding", ["right", "left", "strewn"])
 
 
-def padding_masks(lengths, width):
-    """The same lengths padded right, left, on both sides, and with pads strewn among the tokens."""
-    index = torch.arange(width)
-    lengths = torch.as_tensor(lengths)[:, None]
-    shift = (width - lengths) // 2
-    generator = torch.Generator().manual_seed(0)
-    strewn = torch.rand(len(lengths), width, generator=generator).argsort(dim=1).argsort(dim=1) < lengths
-    return {
-        "right": (index < lengths).long(),
-        "left": (index >= width - lengths).long(),
-        "both": ((index >= shift) & (index < shift + lengths)).long(),
-        "strewn": strewn.long(),
-    }
+def padding_mask(padding, lengths, width):
+    """The mask of rows of these lengths, padded right, left, or with pads strewn among the tokens."""
+    index, lengths = torch.arange(width), torch.as_tensor(lengths)[:, None]
+    if padding == "strewn":
+        draws = torch.rand(len(lengths), width, generator=torch.Generator().manual_seed(0))
+        index = draws.argsort(dim=1).argsort(dim=1)
+    return (index >= width - lengths if padding == "left" else index < lengths).long()
 
 
 def assert_like_the_loop(hidden_states, attention_mask, ratio):
@@ -55,38 +49,17 @@ def assert_like_the_loop(hidden_states, attention_mask, ratio):
 
 
 @paddings
-@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("ratio", [1, 3, 9, torch.arange(41) % 9 + 1], ids=["1", "3", "9", "by_row"])
 def test_equals_the_naive_loop_for_all_lengths(ratio, padding):
-    lengths = list(range(41))
-    attention_mask = padding_masks(lengths, 40)[padding]
-    hidden_states = torch.randn(len(lengths), 40, 3, dtype=torch.float64)
-    assert_like_the_loop(hidden_states, attention_mask, ratio)
+    attention_mask = padding_mask(padding, range(41), 40)
+    assert_like_the_loop(torch.randn(41, 40, 3, dtype=torch.float64), attention_mask, ratio)
 
 
-@paddings
-def test_equals_the_naive_loop_with_a_ratio_for_each_row(padding):
-    lengths = list(range(41)) * 3
-    ratio = torch.arange(len(lengths)) % 9 + 1
-    attention_mask = padding_masks(lengths, 40)[padding]
-    hidden_states = torch.randn(len(lengths), 40, 3, dtype=torch.float64)
-    assert_like_the_loop(hidden_states, attention_mask, ratio)
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "expected"),
-    [
-        (1024, [256, 128, 64, 32, 16, 8]),
-        (1000, [250, 125, 63, 32, 16, 8]),
-        (375, [94, 47, 24, 12, 6, 3]),
-        (1, [1, 1, 1, 1, 1, 1]),
-    ],
-)
-def test_slot_counts_of_the_papers_ratios(num_tokens, expected):
+def test_slot_counts_of_the_papers_ratios():
     ratios = [4, 8, 16, 32, 64, 128]
-    hidden_states, attention_mask = torch.ones(1, num_tokens, 1), torch.ones(1, num_tokens, dtype=torch.long)
-    pooled = [mean_pool(hidden_states, attention_mask, ratio)[1] for ratio in ratios]
-    assert [int(slot_mask.sum()) for slot_mask in pooled] == expected
-    assert [slot_mask.shape[1] for slot_mask in pooled] == expected
+    for num_tokens, expected in ((1000, [250, 125, 63, 32, 16, 8]), (375, [94, 47, 24, 12, 6, 3]), (1, [1] * 6)):
+        states, mask = torch.ones(1, num_tokens, 1), torch.ones(1, num_tokens, dtype=torch.long)
+        assert [mean_pool(states, mask, ratio)[0].shape[1] for ratio in ratios] == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -106,7 +79,7 @@ def test_half_types_are_summed_in_float32(dtype, ratio):
 @paddings
 @pytest.mark.parametrize("ratio", [4, torch.tensor([4, 4, 3])])
 def test_what_stands_at_a_pad_never_leaks(padding, ratio):
-    attention_mask = padding_masks([5, 0, 9], 9)[padding]
+    attention_mask = padding_mask(padding, [5, 0, 9], 9)
     hidden_states = torch.randn(3, 9, 2)
     hidden_states[attention_mask == 0] = float("nan")
     hidden_states.requires_grad_()
@@ -116,15 +89,3 @@ def test_what_stands_at_a_pad_never_leaks(padding, ratio):
     assert torch.isfinite(hidden_states.grad).all()
     assert (hidden_states.grad[attention_mask == 0] == 0).all()
     assert slot_mask.sum(dim=1).tolist() == [2, 0, 3]
-
-
-@pytest.mark.parametrize("shape", [(2, 0, 3), (2, 5, 3), (0, 5, 3)])
-@pytest.mark.parametrize("per_row", [False, True])
-def test_contexts_without_tokens_give_no_slots(shape, per_row):
-    ratio = torch.arange(2, 2 + shape[0]) if per_row else 4
-    hidden_states = torch.randn(shape, requires_grad=True)
-    slots, slot_mask = mean_pool(hidden_states, torch.zeros(shape[:2], dtype=torch.long), ratio)
-    assert slots.shape == (shape[0], 0, 3)
-    assert slot_mask.shape == (shape[0], 0)
-    slots.sum().backward()
-    assert hidden_states.grad.abs().sum() == 0

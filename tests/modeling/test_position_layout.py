@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Position layouts against the tables of EPL, and their properties."""
+"""Position layouts beside the tables of EPL, and their properties."""
 
 from fractions import Fraction
 
@@ -115,35 +115,6 @@ def test_uniform_ids_are_exact_ascending_within_the_context_and_optimal(start_id
     assert memory_ids[-1] < start_id + num_tokens
     bound = -(-num_tokens // num_memory_tokens) // 2
     assert largest_distance(num_tokens, memory_ids - start_id + 1) <= bound
-
-
-def split_into_chunks(num_tokens, chunk_size, ratio):
-    lengths = [min(chunk_size, num_tokens - start) for start in range(0, num_tokens, chunk_size)]
-    return lengths, [-(-length // ratio) for length in lengths]
-
-
-def test_a_short_last_chunk_spreads_over_its_own_span():
-    lengths, counts = split_into_chunks(1200, 510, 5)
-    assert (lengths, counts) == ([510, 510, 180], [102, 102, 36])
-    context_ids, memory_ids = encoder_position_ids(180, 36, "enhanced", chunk_start=1020)
-    assert_ids(context_ids, 180, [1021, 1022, 1023], [1199, 1200], 199890)
-    assert_ids(memory_ids, 36, [1023, 1028, 1033], [1193, 1198], 39978)
-    for task, layout, first_text_id in (
-        ("reconstruction", "enhanced", 0),
-        ("continuation", "enhanced", 1200),
-        ("continuation", "default", 240),
-    ):
-        assert decoder_position_ids(lengths, counts, 1, layout, "embeddings", task)[1].tolist() == [first_text_id]
-
-
-@pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
-def test_no_context_gives_no_ids(layout):
-    context_ids, memory_ids = encoder_position_ids(0, 0, layout)
-    assert (context_ids.shape, memory_ids.shape) == ((0,), (0,))
-    memory_ids, text_ids = decoder_position_ids([], [], 2, layout, "embeddings", "continuation")
-    assert memory_ids.shape == (0,)
-    assert memory_ids.dtype == torch.long
-    assert text_ids.tolist() == [0, 1]
 
 
 def test_unknown_names_are_refused():

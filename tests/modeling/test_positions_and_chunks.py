@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where slots and text stand: chunks, position layouts, task tokens, BOS, and documents joined together."""
+"""Positions of slots and text: chunks, layouts, task tokens, BOS, joined documents."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ AE, LM = 128, 129
 
 
 class Seen:
-    """What the language models of a compressor are called with, encoder and decoder."""
+    """Record the calls of a compressor's language models, encoder and decoder."""
 
     def __init__(self, model, monkeypatch):
         self.calls = []
@@ -27,7 +27,7 @@ class Seen:
         return run_backbone(backbone, **kwargs)
 
     def positions(self, call=-1):
-        """Position ids of the real places of each row that are not in the cache."""
+        """Return the position ids of each row's real places that are not in the cache."""
         kwargs = self.calls[call]
         width = kwargs["position_ids"].shape[1]
         rows = zip(kwargs["position_ids"], kwargs["attention_mask"][:, -width:].bool(), strict=True)
@@ -203,10 +203,6 @@ def test_callers_positions_count_within_the_text(place_case, random_rows, pad_ro
     assert explicit.equal(implicit)
     later = model(texts, attention_mask=mask, position_ids=positions + 7, memory=memory).logits
     assert not later.allclose(implicit, atol=1e-3), "other positions must matter"
-    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    generated = model.generate(texts, attention_mask=mask, memory=memory, **settings)
-    again = model.generate(texts, attention_mask=mask, position_ids=positions, memory=memory, **settings)
-    assert again.equal(generated)
 
 
 # --- what is aligned with what ---
@@ -227,12 +223,6 @@ def test_states_and_logits_are_aligned_with_the_text(place_case, random_rows, pa
         torch.testing.assert_close(last, logits[:, -keep:], atol=1e-5, rtol=0)
     some = model(**inputs, memory=memory, logits_to_keep=torch.tensor([0, 3])).logits
     torch.testing.assert_close(some, logits[:, [0, 3]], atol=1e-5, rtol=0)
-    # The first text token differs: only what a causal decoder may change changes.
-    texts = texts.clone()
-    texts[:, 2] = 4
-    changed = model(input_ids=texts, attention_mask=text_mask, memory=memory).logits
-    torch.testing.assert_close(changed[:, :2], logits[:, :2], atol=1e-5, rtol=0)
-    assert not changed[:, 2].allclose(logits[:, 2], atol=1e-3)
 
 
 @of_embeddings
@@ -242,8 +232,7 @@ def test_a_plain_concatenation_gives_the_same_states(backbone_case):
     memory = model.compress(random_ids(9), ratio=2)
     embeddings = torch.cat([memory.embeddings, model.get_input_embeddings()(text)], dim=1)
     by_hand = model.model.language_model(inputs_embeds=embeddings).last_hidden_state[:, 5:]
-    states = model.model(text, memory=memory).last_hidden_state
-    torch.testing.assert_close(states, by_hand, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.model(text, memory=memory).last_hidden_state, by_hand, atol=1e-5, rtol=0)
 
 
 # --- BOS in front of the slots ---
@@ -309,10 +298,7 @@ def test_documents_joined_are_read_like_one_chunked_context(method_case, random_
     # Rotations are relative, so a chunk's slots do not depend on where it starts.
     torch.testing.assert_close(slots(joined), slots(whole), atol=1e-4, rtol=0)
     text = random_ids(5, seed=1)
-    logits = model(text, memory=joined).logits
-    torch.testing.assert_close(logits, model(text, memory=whole).logits, atol=1e-4, rtol=0)
-    generated = model.generate(text, memory=joined, max_new_tokens=4, min_new_tokens=4, do_sample=False)
-    assert generated.shape == (1, 9)
+    torch.testing.assert_close(model(text, memory=joined).logits, model(text, memory=whole).logits, atol=1e-4, rtol=0)
 
 
 def test_ragged_documents_joined_equal_each_row_joined_alone(place_case, random_rows, pad_rows):

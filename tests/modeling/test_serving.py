@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of embeddings: what a server of the plain decoder writes behind them is what the compressor writes."""
+"""Prompts of embeddings: the plain decoder continues them as the compressor does."""
 
 import base64
 import io
@@ -9,7 +9,6 @@ import re
 import pytest
 import torch
 from tiny_models import ON_EVERY_BASE
-from transformers import AutoModelForCausalLM
 
 from context_compressors import CompressedContext, add_task_tokens
 from context_compressors.modeling.parts.prompting import message_ids
@@ -34,7 +33,7 @@ def served_tokens(language_model, embeds):
 
 
 def reason_not_to_serve(case):
-    """What the refusal of a case says, by what the case is; `None` where it can be served."""
+    """Return the text of a case's refusal, or `None` where it can be served."""
     if case.method.config_class.carrier == "key_values":
         return "keys and values of every layer"
     if case.fields.get("position_layout") == "enhanced":
@@ -58,28 +57,6 @@ def test_the_plain_decoder_writes_what_the_compressor_writes(place_case, tiny_to
     decoder = model.decoder_language_model()
     assert type(decoder).__name__ == "LlamaForCausalLM"
     assert served_tokens(decoder, embeds).equal(new_tokens(model, memory, ids))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["icae", "comprexit", "gmsa"])
-def test_a_frozen_decoder_is_the_base_as_it_was(name, method_cases, tiny_base_config, tiny_tokenizer, tmp_path):
-    torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(tiny_base_config())
-    base.save_pretrained(tmp_path)
-    case = method_cases[name]
-    model = case.method.causal_lm_class.from_base(tmp_path, **case.method.easy)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.15 * torch.randn_like(parameter)
-    tokenizer = with_task_tokens(tiny_tokenizer, model.config)
-    memory = model.compress(torch.arange(5, 27)[None])
-    embeds = memory.to_prompt_embeds(tokenizer, QUESTION, model)
-    untouched = AutoModelForCausalLM.from_pretrained(tmp_path)
-    expected = new_tokens(model, memory, message_ids(model.config, tokenizer, QUESTION))
-    assert served_tokens(untouched, embeds).equal(expected)
-    other = model.compress(torch.arange(40, 62)[None]).to_prompt_embeds(tokenizer, QUESTION, model)
-    assert not served_tokens(untouched, other).equal(expected), "the memory makes no difference here"
 
 
 @pytest.mark.only(lambda case: case.method.name in ON_EVERY_BASE)
@@ -115,8 +92,6 @@ def test_base64_is_the_tensor_as_torch_saves_it(model, memory, tiny_tokenizer):
     payload = base64.b64decode(text, validate=True)
     decoded = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
     assert decoded.equal(embeds)
-    assert decoded.dim() == 2
-    assert len(payload) < embeds.nbytes + 4096
     with pytest.raises(ValueError, match="encoding must be None or 'base64', got 'hex'"):
         memory.to_prompt_embeds(tiny_tokenizer, QUESTION, model, encoding="hex")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One adapter for both sides, and learned vectors around each chunk's slots: what COCOM and PISCO are made of."""
+"""COCOM and PISCO: one adapter for both sides, and learned vectors around each chunk's slots."""
 
 import pytest
 import torch

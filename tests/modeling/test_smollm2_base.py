@@ -1,34 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real instruct base: its tokenizer and template are the published ones, and checkpoints on it need no network."""
+"""The real instruct base: its published tokenizer and template, and offline checkpoints on it."""
 
 import json
 import os
 import subprocess
 
 import pytest
-import regex
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from context_compressors import MeanPoolingForCausalLM
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-# What it was trained with: digits one by one, and GPT-2's rule between them.
-BETWEEN_DIGITS = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
-TEXT = "It's 2026: I'll see 12345 of them, don't you?\n\nWe've 3.14 and x1y22 — they'd say 1,000."
-
 pytestmark = pytest.mark.slow
 
 
 def test_the_tokenizer_is_the_published_one(smollm2_base):
     tokenizer = AutoTokenizer.from_pretrained(smollm2_base)
-    pieces = [piece for part in regex.split(r"(\p{N})", TEXT) for piece in BETWEEN_DIGITS.findall(part)]
-    found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(TEXT)
-    assert [TEXT[start:end] for _, (start, end) in found] == pieces
-    tokens = tokenizer.tokenize(TEXT)
-    assert [token for token in tokens if regex.search(r"\p{N}", token)] == regex.findall(r"\p{N}", TEXT)
-    assert {"'s", "'ll", "'t", "'ve", "'d"} <= set(tokens)
-    assert tokenizer.decode(tokenizer(TEXT).input_ids) == TEXT
+    # Digits one by one, and GPT-2's rule between them.
+    tokens = ["It", "'s", "Ġ", "2", "0", "2", "6", ":", "ĠI", "'ll", "Ġsee"]
+    assert tokenizer.tokenize("It's 2026: I'll see") == tokens
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert len(tokenizer) == 49152
 

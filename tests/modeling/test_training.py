@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trains, with which gradients, and what the encoder sees."""
+"""Trainable sets, gradients, and the encoder's view."""
 
 import copy
 

@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VoCo on text: the paper's mask beside compressing and then reading, positions, what trains."""
+"""VoCo on text beside the paper's masked pass, and its positions."""
 
 import pytest
 import torch
 from tiny_bases import base_config, ids_of
-from voco_positions import voco_position_ids
 
 from context_compressors import VoCoConfig, VoCoForCausalLM
 from context_compressors.modeling.parts.lora import DECODER, use_adapter
+from context_compressors.modeling.parts.position_layout import uniform_memory_ids
 
 LAYOUTS = ("default", "uniform", "enhanced")
+
+
+def voco_position_ids(num_image, num_voco, num_following, layout):
+    """Return the places of image, VoCo and following tokens in one sequence (EPL, Figure 8)."""
+    voco = torch.arange(num_image, num_image + num_voco)
+    if layout != "default":
+        voco = uniform_memory_ids(0, num_image, num_voco)
+    behind = num_image if layout == "enhanced" else num_image + num_voco
+    return torch.arange(num_image), voco, torch.arange(behind, behind + num_following)
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VoCo on images: tiny models of LLaVA's and SmolVLM's shape, beside what `transformers` makes of the same images."""
+"""VoCo on images, with tiny models of LLaVA's and SmolVLM's shape."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""xRAG alone: passages beside a naive twin, a sentence encoder with a tokenizer of its own, counts and sizes."""
+"""xRAG beside a naive twin, a sentence encoder with its own tokenizer, counts and sizes."""
 
 import json
 import shutil

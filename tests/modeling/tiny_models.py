@@ -89,10 +89,8 @@ METHODS = [
         hard={
             "bidirectional": {"token_attention": "bidirectional"},
             "bidirectional_chunks": {"token_attention": "bidirectional", "chunk_size": 5},
-            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
             "bidirectional_enhanced": {"token_attention": "bidirectional", "position_layout": "enhanced"},
-            "bos_first": {"bos_before_slots": True},
             # COCOM.
             "shared_adapter": {
                 "linear_after_encoder": False,
@@ -102,7 +100,6 @@ METHODS = [
             },
             "residual": {"embedding_residual": True, "token_attention": "bidirectional"},
             "fixed_encoder": {"encoder_lora": None},
-            "tied": {"decoder_config": {"tie_word_embeddings": True}},
             "wide_encoder": {"encoder_config": {"hidden_size": 48, "num_attention_heads": 4}},
         },
         bidirectional=False,
@@ -113,7 +110,6 @@ METHODS = [
         easy={"compression_ratios": (2, 3, 8), "chunk_size": 64, "encoder_lora": MEMORY_LORA},
         hard={
             "chunks": {"chunk_size": 5},
-            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced"},
             "fixed": {"chunk_size": 6, "memory_tokens": "fixed"},
             "fixed_enhanced": {"chunk_size": 6, "memory_tokens": "fixed", "position_layout": "enhanced"},
@@ -129,7 +125,6 @@ METHODS = [
                 "decoder_lora": SMALL_LORA,
             },
             "own_encoder": {"encoder_config": {}},
-            "tied": {"decoder_config": {"tie_word_embeddings": True}},
         },
         bidirectional=False,
         memory_tokens=True,
@@ -149,7 +144,6 @@ METHODS = [
             "two_adapters": {"shared_adapter": False, "decoder_lora": MEMORY_LORA},
             "reader": {"training_stage": "reader", "decoder_lora": MEMORY_LORA},
             "own_encoder": {"encoder_config": {}},
-            "tied": {"decoder_config": {"tie_word_embeddings": True}},
         },
         bidirectional=False,
         memory_tokens=True,
@@ -177,10 +171,8 @@ METHODS = [
         easy={"compression_ratios": (2, 3, 8), "encoder_lora": SMALL_LORA},
         hard={
             "chunks": {"chunk_size": 5},
-            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced"},
             "no_adapter": {"encoder_lora": None},
-            "tied": {"decoder_config": {"tie_word_embeddings": True}},
         },
         bidirectional=False,
         memory_tokens=True,
@@ -193,7 +185,6 @@ METHODS = [
             "chunks": {"chunk_size": 5},
             "pieces": {"repeat_size": 16},
             "no_adapter": {"encoder_lora": None},
-            "tied": {"decoder_config": {"tie_word_embeddings": True}},
         },
         bidirectional=False,
         sliding_window=128,
@@ -208,7 +199,6 @@ METHODS = [
             "value_and_output": {"beacon_maps": ["value", "output"], "decoder_lora": SMALL_LORA},
             "task_tokens": {"task_token_ids": TASK_TOKENS},
             "own_encoder": {"encoder_config": {}},
-            "tied": {"decoder_config": {"tie_word_embeddings": True}},
         },
         bidirectional=False,
         sliding_window=128,
@@ -220,7 +210,6 @@ METHODS = [
         easy={"compression_ratios": (2, 3, 8), "gate_size": 8, "metric_size": 8, "window_size": 4},
         hard={
             "chunks": {"chunk_size": 5},
-            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
             "wide_window": {"window_size": 12},
             "segments": {"window_size": 5, "segment_windows": 1, "gate_temperature": 4.0, "transport_epsilon": 1.0},
@@ -236,7 +225,6 @@ METHODS = [
             "fixed_encoder": {"decoder_lora": SMALL_LORA},
             "encoder_lora": {"encoder_lora": SMALL_LORA},
             "own_encoder": {"encoder_config": {}},
-            "tied": {"decoder_config": {"tie_word_embeddings": True}},
             "wide_encoder": {"encoder_config": {"hidden_size": 48, "num_attention_heads": 4}},
         },
         bidirectional=False,
@@ -247,12 +235,10 @@ METHODS = [
         easy={"compression_ratios": (2, 3, 8), "encoder_layers": 1, "encoder_lora": SMALL_LORA},
         hard={
             "chunks": {"chunk_size": 5},
-            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
             "bos_first": {"bos_before_slots": True},
             "keft": {"training_stage": "keft"},
             "two_blocks": {"lsa_layers": 2, "encoder_layers": 2},
-            "residual": {"embedding_residual": True, "chunk_size": 5},
             "no_final_norm": {"lsa_final_norm": False},
             "no_alignment": {"lsa_layers": 0},
             "fixed_encoder": {"encoder_lora": None},
@@ -393,9 +379,9 @@ class Case:
         return cast_frozen(model, dtype).eval()
 
     def is_quick(self, fixture: str, is_costly: bool = False) -> bool:
-        """Whether it is in a developer's inner loop: one method in several settings, the others as they come.
+        """Say whether the inner loop has it: one method in several settings, the others as they come.
 
-        These where a test is on methods, and one of each memory form where it is costly, or on bases or settings.
+        Of tests that are costly or on bases or settings, it has one method of each memory form.
         """
         if self.method is METHODS[0] and self.variant in QUICK and self.architecture in ("llama", "gemma2"):
             return True
@@ -408,7 +394,7 @@ class Case:
         return [case for case in CASES["case"] if case.method.name == self.method.name]
 
     def changes(self, fields: frozenset[str]) -> bool:
-        """Whether the variant sets one of these fields."""
+        """Say whether the variant sets one of these fields."""
         return not fields.isdisjoint(self.method.hard.get(self.variant, {}))
 
     def on(self, **changes: Any) -> "Case":
