@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for all tests."""
+"""Hooks and fixtures of all tests."""
 
 import gc
 import os
 import shutil
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# Bytecode is kept, whatever the environment says: that of tests has their assertions rewritten, which takes a third of
-# the time in which they are collected, in each worker.
+# Bytecode is kept, whatever the environment says: rewriting assertions takes a third of each worker's collection.
 sys.dont_write_bytecode = False
 
 
@@ -49,6 +50,25 @@ def remote_code_cache(tmp_path_factory: pytest.TempPathFactory):
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
         patch.setattr(sys, "path", list(sys.path))
         yield
+
+
+@pytest.fixture(scope="session")
+def clean_environment():
+    """`clean_environment(folder)`: make a virtual environment with this one's dependencies, without this package.
+
+    It returns a function from a script's name to its path. A line of a .pth file adds a folder alone: the .pth files
+    in it, the editable install's among them, are not read.
+    """
+
+    def create(folder: Path):
+        venv.create(folder, with_pip=False)
+        paths = {"base": str(folder), "platbase": str(folder)}
+        own = Path(sysconfig.get_path("purelib", scheme="venv", vars=paths))
+        dependencies = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+        (own / "dependencies.pth").write_text("\n".join(dependencies) + "\n", encoding="utf-8")
+        return lambda name: Path(sysconfig.get_path("scripts", scheme="venv", vars=paths)) / name
+
+    return create
 
 
 @pytest.fixture(scope="session")

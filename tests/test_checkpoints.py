@@ -96,7 +96,7 @@ def test_the_text_compressor_is_small_and_loads_with_a_stock_pipeline():
 
 
 def reports_in(content: object) -> list[dict]:
-    """What names documents in a result file, however deep: a report, a grid of needles, rankings."""
+    """Return the parts of a result file that name documents, however deep they lie."""
     if isinstance(content, list):
         return [report for entry in content for report in reports_in(entry)]
     if not isinstance(content, dict):
@@ -105,13 +105,6 @@ def reports_in(content: object) -> list[dict]:
     if isinstance(documents, dict) and all(isinstance(ids, str) for ids in documents.values()):
         return [content]
     return [report for entry in content.values() for report in reports_in(entry)]
-
-
-def test_reports_are_found_wherever_a_file_names_documents():
-    report = {"model": "m", "held_out": {}, "documents": {"squad": "0123456789ab 0123456789ac"}}
-    assert reports_in({"runs": [{"documents": 5, "report": report}], "settings": {"documents": 3}}) == [report]
-    assert DOCUMENT_IDS.findall(json.dumps(report)) == ['"0123456789ab 0123456789ac"']
-    assert not DOCUMENT_IDS.findall('{"weights": "51d9bc0a7cef0934", "hours": "012345678901.5"}')
 
 
 def test_what_trains_chooses_and_is_reported_of_a_committed_checkpoint_shares_no_document():
@@ -157,26 +150,6 @@ def test_the_small_checkpoints_take_at_most_8_mb_without_code_or_pickles():
     content = files(SMALL)
     assert sum(map(len, content.values())) <= 8e6
     assert {Path(name).suffix for name in content} == {".json", ".md", ".safetensors"}
-
-
-@pytest.mark.slow
-def test_the_base_of_the_small_compressor_is_the_base_beside_it(small_checkpoints: Path):
-    base = AutoModelForCausalLM.from_pretrained(small_checkpoints / "base")
-    compressor = MeanPoolingForCausalLM.from_pretrained(small_checkpoints / "mean_pooling")
-    text = AutoTokenizer.from_pretrained(small_checkpoints / "base")("The library is open.", return_tensors="pt")
-    with torch.no_grad(), compressor.base_language_model():
-        ours = compressor(input_ids=text.input_ids).logits
-        torch.testing.assert_close(ours, base(input_ids=text.input_ids).logits, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_the_small_compressor_has_its_four_ratios(small_checkpoints: Path):
-    compressor = MeanPoolingForCausalLM.from_pretrained(small_checkpoints / "mean_pooling")
-    tokenizer = AutoTokenizer.from_pretrained(small_checkpoints / "mean_pooling")
-    inputs = tokenizer("The baker opens at seven, and the mill is closed on Sunday.", return_tensors="pt")
-    memories = compressor.compress(**inputs, ratio=[2, 4, 8, 16])
-    length = inputs.input_ids.shape[1]
-    assert [int(memory.num_slots) for memory in memories] == [-(-length // ratio) for ratio in (2, 4, 8, 16)]
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ FILES = re.compile(r"# ([\w./]+)(?:, under `(.*)`)?\n")
 
 
 def place_of(package: Path, name: str) -> Path:
-    """Where a file of the clone is in the copy, whose sub-packages stand inside the package."""
+    """Return the place of a clone's file in the copy, whose sub-packages lie inside the package."""
     is_packaged = (ROOT / name.split("/")[0]).is_dir() and not name.startswith(("tests/", "context_compressors/"))
     return package / "context_compressors" / name if is_packaged else package / name
 

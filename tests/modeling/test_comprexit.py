@@ -64,8 +64,7 @@ def test_the_gate_is_its_naive_twin(literal):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     direction = torch.randn(found.shape, generator=torch.Generator().manual_seed(9))
     gradients = [torch.autograd.grad((y * direction).sum(), list(gate.parameters())) for y in (found, expected)]
-    for name, ours, theirs in zip(dict(gate.named_parameters()), *gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4, msg=name)
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
 # --- equations 8 to 12: transmission ---
@@ -109,12 +108,9 @@ def test_transmission_is_its_naive_twin(literal, ratio):
     found = slots[slot_mask.bool()]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     direction = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
-    inputs = {"anchors": anchors, **dict(module.named_parameters())}
-    gradients = [
-        torch.autograd.grad((y * direction).sum(), list(inputs.values()), allow_unused=True) for y in (found, expected)
-    ]
-    for name, ours, theirs in zip(inputs, *gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3, msg=name)
+    inputs = [anchors, *module.parameters()]
+    gradients = [torch.autograd.grad((y * direction).sum(), inputs, materialize_grads=True) for y in (found, expected)]
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -167,19 +163,6 @@ def test_the_gate_reads_blocks_of_tokens_as_one(comprexit, monkeypatch):
     monkeypatch.setattr(modeling_comprexit, "_GATE_TOKENS_CPU", 4)
     for found, whole in zip(gate(states), expected, strict=True):
         torch.testing.assert_close(found, whole)
-
-
-def test_parts_in_bfloat16_compute_in_float32(comprexit):
-    model = comprexit.build(decoder_lora=None).model
-    anchors, mask = torch.randn(1, 13, 32), torch.ones(1, 13, dtype=torch.bool)
-    states = [torch.randn(1, 13, 32) for _ in range(3)]
-    expected = model.layer_gate(states)[0], model._slots(anchors, mask, 2)[0]
-    for part in (model.layer_gate, model.transmission, model.slot_mlp):
-        part.bfloat16()
-    rounded = model.layer_gate([state.bfloat16() for state in states])[0]
-    assert rounded.dtype == torch.float32
-    assert (rounded - expected[0]).norm() < 0.05 * expected[0].norm()
-    assert (model._slots(anchors, mask, 2)[0] - expected[1]).norm() < 0.05 * expected[1].norm()
 
 
 @torch.no_grad()

@@ -19,8 +19,8 @@ def raises(error, *parts):
 
 
 @pytest.fixture
-def model(form_case):
-    return form_case.model
+def model(method_cases):
+    return method_cases["mean_pooling"].model
 
 
 def with_id(wrong):

@@ -2,34 +2,33 @@
 """Compressors on a pretrained base."""
 
 import copy
-import json
 import os
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from context_compressors import SnapKVForCausalLM, from_base
 from context_compressors.training.losses import logits_function
 
-DOCUMENT = "Once upon a time there was a little dog named Tim. Tim liked to play with a red ball in the park."
-GREEDY = {"max_new_tokens": 8, "do_sample": False}
-
 
 @pytest.fixture
-def base_folder(backbone_case, tmp_path):
-    """A folder with the tiny base of a case."""
-    torch.manual_seed(0)
-    folder = tmp_path / "base"
-    config = backbone_case.config().decoder_config
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+def base_folder(tiny_base_config, tmp_path):
+    """`base_folder(config)`: save a new language model, a tiny Llama by default, and return its folder."""
+
+    def save(config=None):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config or tiny_base_config()).save_pretrained(tmp_path / "base")
+        return tmp_path / "base"
+
+    return save
 
 
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_bases_own_logits_are_there_in_bfloat16_too(backbone_case, base_folder, tmp_path):
     method, text = backbone_case.method, torch.arange(5, 17)[None]
+    base_folder = base_folder(backbone_case.config().decoder_config)
     settings: dict = {"attn_implementation": backbone_case.attention}
     model = method.causal_lm_class.from_base(base_folder, **method.easy, **settings)
     base = AutoModelForCausalLM.from_pretrained(base_folder, **settings)
@@ -61,62 +60,23 @@ def test_the_bases_own_logits_are_there_in_bfloat16_too(backbone_case, base_fold
     assert loaded(text, context_input_ids=text).logits.equal(logits)
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_pretrained_base_compresses_saves_and_loads(form_case, pretrained_base, tmp_path):
-    method, tokenizer = form_case.method, AutoTokenizer.from_pretrained(pretrained_base)
-    model = method.causal_lm_class.from_base(pretrained_base, **method.easy)
-    base = AutoModelForCausalLM.from_pretrained(pretrained_base)
-    document = tokenizer(DOCUMENT, return_tensors="pt")
-    with model.base_language_model():
-        assert model(document["input_ids"]).logits.equal(base(document["input_ids"]).logits)
-        assert model.generate(**document, **GREEDY).equal(base.generate(**document, **GREEDY))
-    # The base is held once, and beside it the layers of an encoder with weights of its own.
-    encoder = model.model.encoder_model
-    copied = 0 if encoder is None else sum(p.numel() for n, p in encoder.named_parameters() if "lora_" not in n)
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-    own = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert sum(storages.values()) == 4 * (own + copied + sum(p.numel() for p in base.parameters()))
-    question = tokenizer("Tim liked", return_tensors="pt")
-    memory = model.compress(**document)
-    generated = model.generate(**question, memory=memory, **GREEDY)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.generate(**question, memory=memory, **GREEDY).equal(generated)
-    assert loaded.generation_config.to_dict() == model.generation_config.to_dict()
-    assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == base.config.tie_word_embeddings
-
-
-@torch.no_grad()
-def test_a_method_is_started_by_its_name(tiny_base_config, tmp_path):
-    AutoModelForCausalLM.from_config(tiny_base_config()).save_pretrained(tmp_path)
-    model = from_base(tmp_path, method="snap_kv", window_size=4)
+def test_a_method_is_started_by_its_name(base_folder):
+    model = from_base(base_folder(), method="snap_kv", window_size=4)
     assert (type(model), model.config.window_size, model.training) == (SnapKVForCausalLM, 4, False)
-    same, ids = SnapKVForCausalLM.from_base(tmp_path, window_size=4), torch.arange(5, 25)[None]
-    memory = model.compress(ids, ratio=2)
-    assert memory.num_slots.tolist() == [10]
-    assert model(ids[:, :3], memory=memory).logits.equal(same(ids[:, :3], memory=same.compress(ids, ratio=2)).logits)
     with pytest.raises(ValueError, match="unknown method 'snapkv'; did you mean 'snap_kv'"):
-        from_base(tmp_path, method="snapkv")
+        from_base(base_folder(), method="snapkv")
 
 
-@pytest.mark.slow
 @torch.no_grad()
-def test_an_encoder_of_its_own_starts_as_a_copy(form_case, pretrained_base, tmp_path, slots):
-    method = form_case.method
-    base_config = json.loads((pretrained_base / "config.json").read_text())
-    torch.manual_seed(0)
-    shared = method.causal_lm_class.from_base(pretrained_base, **method.easy)
-    torch.manual_seed(0)
-    apart = method.causal_lm_class.from_base(pretrained_base, **method.easy, encoder_config=base_config)
-    ids = torch.arange(5, 30)[None]
-    assert slots(apart.compress(ids)).equal(slots(shared.compress(ids)))
-    encoder, decoder = apart.model.encoder_model, apart.model.language_model
+def test_an_encoder_of_its_own_starts_as_a_copy(form_case, base_folder, tiny_base_config, slots):
+    models = []
+    for fields in ({}, {"encoder_config": tiny_base_config()}):
+        torch.manual_seed(0)
+        models.append(form_case.method.causal_lm_class.from_base(base_folder(), **form_case.method.easy, **fields))
+    shared, apart = (slots(model.compress(torch.arange(5, 30)[None])) for model in models)
+    assert apart.equal(shared)
+    encoder, decoder = models[1].model.encoder_model, models[1].model.language_model
     assert encoder.embed_tokens.weight.data_ptr() != decoder.embed_tokens.weight.data_ptr()
-    apart.save_pretrained(tmp_path)
-    loaded = method.causal_lm_class.from_pretrained(tmp_path)
-    assert slots(loaded.compress(ids)).equal(slots(shared.compress(ids)))
 
 
 def test_an_unknown_field_is_refused_with_the_nearest(form_case, tmp_path):
@@ -124,16 +84,15 @@ def test_an_unknown_field_is_refused_with_the_nearest(form_case, tmp_path):
         form_case.method.causal_lm_class.from_base(tmp_path, chunksize=4)
 
 
-@pytest.mark.slow
-def test_a_local_bases_folder_does_not_stand_in_the_checkpoint(method_cases, pretrained_base, tmp_path):
-    method = method_cases["mean_pooling"].method
-    for base in (pretrained_base, os.path.relpath(pretrained_base)):
+def test_a_local_bases_folder_does_not_stand_in_the_checkpoint(method_cases, base_folder, tmp_path):
+    method, folder = method_cases["mean_pooling"].method, base_folder()
+    for base in (folder, os.path.relpath(folder)):
         model = method.causal_lm_class.from_base(base, **method.easy)
-        assert model.config.base_model_name_or_path == pretrained_base.name
-    model.save_pretrained(tmp_path)
-    for path in tmp_path.iterdir():
+        assert model.config.base_model_name_or_path == "base"
+    model.save_pretrained(tmp_path / "saved")
+    for path in (tmp_path / "saved").iterdir():
         if path.suffix != ".safetensors":
-            assert str(pretrained_base.parent) not in path.read_text(encoding="utf-8"), path.name
+            assert str(tmp_path) not in path.read_text(encoding="utf-8"), path.name
 
 
 @pytest.mark.slow

@@ -5,8 +5,6 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny_bases import AE, BOS, LM, ids_of
 from torch.nn import functional
 from transformers import DynamicCache
@@ -19,7 +17,7 @@ from context_compressors.modeling.compressor import memory_token_compressor as m
 from context_compressors.modeling.compressor import modeling_compressor as decoding
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.parts.cache_name import CACHE
-from context_compressors.modeling.parts.position_layout import encoder_memory_ids, encoder_position_ids
+from context_compressors.modeling.parts.position_layout import encoder_position_ids
 
 LAYOUTS = ["default", "uniform", "enhanced"]
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -87,15 +85,14 @@ def test_500xs_keys_and_values_equal_a_naive_cache(five_hundred_x, layout):
         memory, cache = model.compress(ids, ratio=3), DynamicCache()
         naive_rows(model, ids, 3, cache)
         assert len(memory.key_values) == len(cache.layers) == 2
-        for (keys, values), layer in zip(memory.key_values, cache.layers, strict=True):
-            torch.testing.assert_close(keys, layer.keys[:, :, length:], atol=1e-5, rtol=0)
-            torch.testing.assert_close(values, layer.values[:, :, length:], atol=1e-5, rtol=0)
+        both = (
+            [part for pair in memory.key_values for part in pair],
+            [part[:, :, length:] for layer in cache.layers for part in (layer.keys, layer.values)],
+        )
+        torch.testing.assert_close(*both, atol=1e-5, rtol=0)
         found, wanted = (
             torch.autograd.grad(sum(part.square().sum() for part in parts), model.model.memory_embeddings)[0]
-            for parts in (
-                [part for pair in memory.key_values for part in pair],
-                [part[:, :, length:] for layer in cache.layers for part in (layer.keys, layer.values)],
-            )
+            for parts in both
         )
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
@@ -195,21 +192,6 @@ def test_memory_attention_is_the_encoders_own(memory_case, layout):
 
 
 # --- numbers and positions of memory tokens ---
-
-
-@given(
-    chunks=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9), st.integers(0, 50)), min_size=1, max_size=5),
-    layout=st.sampled_from(LAYOUTS),
-)
-def test_memory_ids_of_many_chunks_equal_those_of_each(chunks, layout):
-    lengths, counts, starts = (torch.tensor(column) for column in zip(*chunks, strict=True))
-    counts = counts * (lengths > 0)
-    found = encoder_memory_ids(lengths, counts, starts, layout, int(counts.max()))
-    assert found.shape == (len(chunks), int(counts.max()))
-    for row, (length, start) in enumerate(zip(lengths.tolist(), starts.tolist(), strict=True)):
-        count = int(counts[row])
-        expected = encoder_position_ids(length, count, layout, start)[1]
-        assert found[row].tolist() == [*expected.tolist(), *[0] * (found.shape[1] - count)]
 
 
 def test_the_papers_sizes():

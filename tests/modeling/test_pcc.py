@@ -68,8 +68,7 @@ def test_slots_and_their_markers_equal_a_naive_twins_values_and_gradients(lite):
         mine = [lite.model.encoder_model.get_parameter(name) for name in names]
         one = torch.autograd.grad(found.pow(2).sum(), [*parts, *mine])
         other = torch.autograd.grad(expected.pow(2).sum(), [*parts, *encoder.parameters()])
-        for gradient, wanted in zip(one, other, strict=True):
-            torch.testing.assert_close(gradient, wanted, atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
 
 
 def test_the_decoder_reads_bos_then_segments_then_ae_or_text(lite, tiny_tokenizer):

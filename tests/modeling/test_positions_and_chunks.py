@@ -127,27 +127,15 @@ def test_a_chunked_context_is_its_chunks_alone_joined(method_case, random_rows, 
 @pytest.mark.costly
 @pytest.mark.only(lambda case: not (case.method.recurrent or case.method.ranks))
 def test_empty_chunks_of_shorter_rows_are_not_read(method_case, random_rows, pad_rows, monkeypatch, slots):
-    model, read = method_case.build(chunk_size=5).train(), []
+    model, read = method_case.build(chunk_size=5), []
     encode = model.model.encode
     monkeypatch.setattr(model.model, "encode", lambda c, r, **k: read.append(len(c.lengths)) or encode(c, r, **k))
     rows, ratios = random_rows([23, 4, 0, 9, 5]), torch.tensor([2, 3, 8, 8, 2])
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-    def compressed(ids, mask, ratio):
-        memory = model.compress(ids, mask, ratio=ratio)
-        gradients = torch.autograd.grad(slots(memory).square().sum(), weights, allow_unused=True)
-        return memory, [torch.zeros_like(w) if g is None else g for w, g in zip(weights, gradients, strict=True)]
-
-    together, gradients = compressed(*pad_rows(rows), ratios)
+    together = model.compress(*pad_rows(rows), ratio=ratios)
     assert read == [5 + 1 + 2 + 1]
-    alone = [compressed(row[None], None, int(r)) for row, r in zip(rows, ratios, strict=True) if len(row)]
-    for i, memory in zip((0, 1, 3, 4), (memory for memory, _ in alone), strict=True):
-        real = together.attention_mask[i].bool()
-        torch.testing.assert_close(slots(together)[i, real], slots(memory)[0], atol=1e-4, rtol=1e-4)
-        assert together.position_ids[i, real].equal(memory.position_ids[0])
-    assert not together.num_slots[2]
-    for found, *expected in zip(gradients, *(gradients for _, gradients in alone), strict=True):
-        torch.testing.assert_close(found, sum(expected), atol=1e-3, rtol=1e-3)
+    for i, (row, ratio) in enumerate(zip(rows, ratios.tolist(), strict=True)):
+        alone, real = model.compress(row[None], ratio=ratio), together.attention_mask[i].bool()
+        torch.testing.assert_close(slots(together)[i, real], slots(alone)[0], atol=1e-4, rtol=1e-4)
 
 
 # --- position layouts ---

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stock `trl.SFTTrainer` trains every method with our collator."""
 
-import json
 import random
 from contextlib import suppress
 
@@ -10,7 +9,7 @@ import torch
 from datasets import Dataset
 from tiny_models import ON_EVERY_BASE, Case
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from context_compressors.modeling.checkpoint.base_weights import base_name
@@ -143,56 +142,31 @@ class StopAfter(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
-def assert_holds_the_whole_model(folder, model):
-    """As any saved model: with its code, tokenizer and settings."""
-    config = json.loads((folder / "config.json").read_text())
-    for target in config["auto_map"].values():
-        assert (folder / f"{target.split('.')[0]}.py").is_file()
-    assert (folder / "generation_config.json").is_file()
-    assert (folder / "tokenizer.json").is_file()
-    loaded_config = AutoConfig.from_pretrained(folder)
-    loaded_config.name_or_path = model.config.name_or_path
-    assert loaded_config.to_dict() == model.config.to_dict()
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
-    text, context = torch.tensor([[1, 9, 40]]), torch.arange(5, 18)[None]
-    expected = model.eval()(text, context_input_ids=context).logits
-    assert loaded(text, context_input_ids=context).logits.equal(expected)
-    assert {n for n, p in loaded.named_parameters() if p.requires_grad} == {
-        n for n, p in model.named_parameters() if p.requires_grad
-    }
-
-
 @pytest.mark.slow
-def test_a_run_resumes_from_its_folder_with_the_same_losses(form_case, tmp_path):
-    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
-    whole = make_trainer(form_case.build(), tmp_path / "whole", **settings)
-    whole.train()
-    assert_holds_the_whole_model(tmp_path / "whole" / "checkpoint-6", whole.model)
-    # The model comes from the checkpoint's folder alone.
-    folder = tmp_path / "whole" / "checkpoint-3"
-    resumed = make_trainer(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "parts", **settings)
-    resumed.train(resume_from_checkpoint=str(folder))
-    assert len(losses(whole)) == 6
-    assert losses(resumed) == pytest.approx(losses(whole), abs=1e-5)
-    expected = state(whole.model)
-    for name, parameter in state(resumed.model).items():
-        torch.testing.assert_close(parameter, expected[name], atol=1e-5, rtol=1e-4, msg=name)
+@pytest.mark.parametrize("is_light", [False, True])
+def test_a_run_resumes_from_its_folder_with_the_same_losses(form_case, tmp_path, local_hub, start_light, is_light):
+    def start():
+        return start_light(form_case, local_hub) if is_light else form_case.build()
 
-
-@pytest.mark.slow
-def test_a_light_run_resumes_from_its_folder_with_the_same_losses(form_case, tmp_path, local_hub, start_light):
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
-    whole = make_trainer(start_light(form_case, local_hub), tmp_path / "whole", **settings)
+    whole = make_trainer(start(), tmp_path / "whole", **settings)
     whole.train()
     parts = tmp_path / "parts"
-    stopped = make_trainer(start_light(form_case, local_hub), parts, callbacks=[StopAfter(3)], **settings)
+    stopped = make_trainer(start(), parts, callbacks=[StopAfter(3)], **settings)
     stopped.train()
+    # The model comes from the checkpoint's folder alone, which holds code, tokenizer and settings, too.
     folder = parts / "checkpoint-3"
-    own = sum(p.numel() for n, p in whole.model.named_parameters() if p.requires_grad or base_name(n) is None)
-    assert (folder / "model.safetensors").stat().st_size < 4 * own + 20_000
+    names = {path.name for path in folder.iterdir()}
+    assert {"generation_config.json", "tokenizer.json", f"modeling_{form_case.method.name}.py"} < names
+    if is_light:
+        own = sum(p.numel() for n, p in whole.model.named_parameters() if p.requires_grad or base_name(n) is None)
+        assert (folder / "model.safetensors").stat().st_size < 4 * own + 20_000
     resumed = make_trainer(AutoModelForCausalLM.from_pretrained(folder), parts, **settings)
     resumed.train(resume_from_checkpoint=str(folder))
     assert losses(stopped) + losses(resumed)[3:] == pytest.approx(losses(whole), abs=1e-5)
+    expected = state(whole.model)
+    for name, parameter in state(resumed.model).items():
+        torch.testing.assert_close(parameter, expected[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.slow

@@ -71,10 +71,6 @@ def images(kind, before=3, behind=1):
     return {"input_ids": torch.tensor([row] * 2), "pixel_values": pixels}
 
 
-def in_forward(context):
-    return {"context_input_ids": context["input_ids"], "pixel_values": context["pixel_values"]}
-
-
 @torch.no_grad()
 def test_a_memory_is_what_the_base_itself_would_cache_of_voco_tokens_behind_the_image(base):
     kind, _, model = base
@@ -84,23 +80,11 @@ def test_a_memory_is_what_the_base_itself_would_cache_of_voco_tokens_behind_the_
     length = context["input_ids"].shape[1]
     voco = compressor.model.memory_embeddings.expand(2, 3, -1)
     model.model.get_decoder()(inputs_embeds=voco, **{CACHE: cache}, use_cache=True)
-    for (keys, values), layer in zip(memory.key_values, cache.layers, strict=True):
-        torch.testing.assert_close(keys, layer.keys[:, :, length:], atol=1e-5, rtol=0)
-        torch.testing.assert_close(values, layer.values[:, :, length:], atol=1e-5, rtol=0)
+    expected = tuple((layer.keys[:, :, length:], layer.values[:, :, length:]) for layer in cache.layers)
+    torch.testing.assert_close(memory.key_values, expected, atol=1e-5, rtol=0)
     other = compressor.compress(context["input_ids"], pixel_values=context["pixel_values"].flip(0))
     torch.testing.assert_close(other.key_values[1][1].flip(0), memory.key_values[1][1], atol=1e-5, rtol=0)
     assert not memory.key_values[1][1][0].allclose(memory.key_values[1][1][1], atol=1e-3), "the images differ"
-
-
-@pytest.mark.slow
-def test_gradients_reach_the_projector(base):
-    kind, *_ = base
-    trains = [r"\.lora_", "memory_embeddings", "projector|connector"]
-    model = start(base, trainable_parameters=trains).train()
-    text = ids_of(5, seed=2, most=120).repeat(2, 1)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for gradient in torch.autograd.grad(model(text, labels=text, **in_forward(images(kind))).loss, parameters):
-        assert gradient.abs().max() > 0
 
 
 @pytest.mark.slow
@@ -118,11 +102,7 @@ def test_padded_rows_are_read_as_alone_and_several_questions_follow_one_image(ba
     for row, tokens in enumerate(rows):
         alone = model.compress(tokens[None], pixel_values=first["pixel_values"][row : row + 1])
         assert int(alone.num_slots) == -(-len(tokens) // 4)
-        for (keys, values), (own_keys, own_values) in zip(
-            together.rows(row).key_values, alone.key_values, strict=True
-        ):
-            torch.testing.assert_close(keys, own_keys, atol=1e-5, rtol=0)
-            torch.testing.assert_close(values, own_values, atol=1e-5, rtol=0)
+        torch.testing.assert_close(together.rows(row).key_values, alone.key_values, atol=1e-5, rtol=0)
     questions = torch.cat([ids_of(4, seed=seed, most=120) for seed in (1, 2, 3)])
     answers = model.generate(questions, memory=together.rows(0), **GREEDY)
     for question, answer in zip(questions, answers, strict=True):
@@ -186,8 +166,7 @@ def test_pictures_that_smolvlms_processor_cuts_into_unlike_numbers_of_tiles_are_
     for row in range(2):
         alone = processor(images=pictures[row], text=prompts[row], return_tensors="pt")
         expected = model.compress(**alone)
-        for found, wanted in zip(memory.rows(row).key_values, expected.key_values, strict=True):
-            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+        torch.testing.assert_close(memory.rows(row).key_values, expected.key_values, atol=1e-5, rtol=0)
         written = model.generate(**question, memory=expected, **GREEDY)
         assert model.generate(**question, memory=memory.rows(row), **GREEDY).equal(written)
         given = {name if name.startswith("pixel") else f"context_{name}": value for name, value in alone.items()}
