@@ -57,7 +57,7 @@ class Subject:
 
     @property
     def first_tokens(self) -> list[int]:
-        """What a text may begin with that a method treats in its own way."""
+        """First tokens of a text that a method treats in its own way."""
         config = self.model.config
         if self.is_encoder_decoder:
             return [config.decoder_start_token_id]
@@ -185,7 +185,7 @@ def ratios(draw: Any, subject: Subject, num_rows: int) -> tuple[Any, list[int]]:
 
 
 def slots(memory: Any) -> Tensor:
-    """What a memory carries, `(batch_size, num_slots, width)`; of key/values those of all layers."""
+    """Return a memory's carrier, `(batch_size, num_slots, width)`; of key/values those of all layers."""
     if memory.key_values is None:
         return memory.embeddings
     return torch.cat([part.transpose(1, 2).flatten(2) for pair in memory.key_values for part in pair], dim=2)

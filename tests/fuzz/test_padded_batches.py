@@ -160,7 +160,7 @@ def test_generated_ids(reading, cache, tmp_path_factory):
 
 @torch.no_grad()
 def assert_tied(model: Any, alone: dict[str, Any], found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Where two greedy answers part, their tokens must be as likely as each other, within the arithmetic's error."""
+    """Check that two greedy answers part at tokens that are equally likely, within the arithmetic's error."""
     place = int((found != expected).nonzero()[0])
     text = torch.cat([alone["input_ids"], expected[None, :place]], dim=1)
     if model.config.is_encoder_decoder:

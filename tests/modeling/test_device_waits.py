@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often a forward pass waits for the device, beside the plain language model's.
+"""Count how often a forward pass waits for the device, beside the plain language model's.
 
 A wait is where the host needs a value that the device has yet to compute: a number, a truth value, a list, or the size
 of a result that depends on values. The plain model has one in each pass: whether its mask hides anything.

@@ -50,6 +50,8 @@ def test_a_light_checkpoint_is_the_saved_model(method_case, inputs, tmp_path, lo
     for path in (tmp_path / "light").iterdir():
         if path.is_file():
             assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+    backbone = AutoModel.from_pretrained(tmp_path / "light", attn_implementation=case.attention)
+    assert backbone(**inputs).last_hidden_state.equal(model.model(**inputs).last_hidden_state)
     # The whole form needs no base any more.
     loaded.save_pretrained(tmp_path / "whole", include_base=True)
     shutil.rmtree(local_hub.folder)
@@ -57,21 +59,6 @@ def test_a_light_checkpoint_is_the_saved_model(method_case, inputs, tmp_path, lo
     assert whole(**inputs).logits.equal(model(**inputs).logits)
     assert whole.config.external_weights is None
     assert set(stored(tmp_path / "whole")) > expected_names(model)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_light_checkpoint_serves_the_backbone_too(form_case, inputs, tmp_path, local_hub, start_light):
-    model = start_light(form_case, local_hub)
-    model.save_pretrained(tmp_path / "light")
-    backbone = AutoModel.from_pretrained(tmp_path / "light")
-    assert type(backbone) is form_case.method.model_class
-    assert backbone(**inputs).last_hidden_state.equal(model.model(**inputs).last_hidden_state)
-    backbone.save_pretrained(tmp_path / "backbone")
-    assert set(stored(tmp_path / "backbone")) == {n.removeprefix("model.") for n in stored(tmp_path / "light")}
-    # The base brings the head that the backbone does not have.
-    loaded = form_case.method.causal_lm_class.from_pretrained(tmp_path / "backbone")
-    assert loaded(**inputs).logits.equal(model(**inputs).logits)
 
 
 @pytest.mark.slow

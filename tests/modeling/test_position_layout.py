@@ -98,7 +98,7 @@ def test_algorithm_1_by_hand(start_id, num_tokens, num_memory_tokens, expected):
 
 
 def largest_distance(num_tokens, memory_ids):
-    """How far the worst context token is from its nearest memory token, context ids from 1."""
+    """Return the largest distance of a context token, with ids from 1, to its nearest memory token."""
     context_ids = torch.arange(1, num_tokens + 1)
     return int((context_ids[:, None] - memory_ids[None]).abs().min(dim=1).values.max())
 

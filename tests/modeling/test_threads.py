@@ -129,7 +129,7 @@ def test_gradients_under_checkpointing_are_right_in_threads(name):
 
 
 def replica_of(network):
-    """What `DataParallel` makes of a model for each device: its weights are tensors and no parameters."""
+    """Copy a model as `DataParallel` does for each device: its weights are tensors and no parameters."""
     replicas = {module: module._replicate_for_data_parallel() for module in network.modules()}
     for module, replica in replicas.items():
         replica._former_parameters = {}

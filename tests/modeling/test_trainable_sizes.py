@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many numbers train on the papers' bases."""
+"""Counts of trainable numbers on the papers' bases."""
 
 import pytest
 import torch

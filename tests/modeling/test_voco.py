@@ -27,7 +27,7 @@ def voco(method_cases):
 
 
 def seen_inputs(model, monkeypatch):
-    """What the language model is given, pass by pass."""
+    """Record the inputs of each pass of the language model."""
     backbone, calls = model.model.language_model, []
     forward = backbone.forward
 
