@@ -237,12 +237,10 @@ SHARED = {
     "places": [
         test_padding.test_slots_and_logits_do_not_depend_on_the_batch_or_its_padding,
         test_padding.test_generated_ids_do_not_depend_on_the_batch_or_its_padding,
-        test_padding.test_a_memory_of_one_row_padded_by_others_is_read_like_its_own,
         test_padding.test_an_empty_context_has_no_slots_and_still_generates,
         test_padding.test_what_stands_at_a_pad_does_not_matter,
         test_positions_and_chunks.test_many_ratios_cost_one_pass_and_equal_separate_calls,
         test_positions_and_chunks.test_a_ratio_for_each_row_equals_separate_calls,
-        test_positions_and_chunks.test_generation_goes_on_from_the_layouts_positions,
         test_positions_and_chunks.test_callers_positions_count_within_the_text,
         test_positions_and_chunks.test_states_and_logits_are_aligned_with_the_text,
         test_positions_and_chunks.test_ragged_documents_joined_equal_each_row_joined_alone,

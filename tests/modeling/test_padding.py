@@ -57,17 +57,6 @@ def test_generated_ids_do_not_depend_on_the_batch_or_its_padding(place_case, ran
         assert [row[-len(ids) :].tolist() for row, ids in zip(batched, alone, strict=True)] == alone, padding
 
 
-@torch.no_grad()
-def test_a_memory_of_one_row_padded_by_others_is_read_like_its_own(place_case, random_rows, pad_rows):
-    ids, mask = pad_rows(random_rows(CONTEXT_LENGTHS))
-    text = random_rows([4], seed=1)[0][None]
-    memory = place_case.model.compress(ids, mask)
-    together = place_case.model(input_ids=text.expand(4, -1), memory=memory).logits
-    for i in range(4):
-        alone = place_case.model(input_ids=text, memory=memory.rows(i)).logits
-        torch.testing.assert_close(together[i], alone[0], atol=1e-4, rtol=0)
-
-
 def test_an_empty_context_has_no_slots_and_still_generates(place_case, random_rows, pad_rows, slots):
     case, model = place_case, place_case.model
     contexts, texts = random_rows([7, 0, 3]), random_rows([3, 3, 3], seed=1)

@@ -168,21 +168,8 @@ def test_slots_and_text_stand_where_the_layout_says(method_case, layout, random_
             assert memory.position_ids[row, : len(slots)].tolist() == slots.tolist()
 
 
-def test_generation_goes_on_from_the_layouts_positions(place_case, random_rows, pad_rows, monkeypatch):
-    model = place_case.model
-    ids, mask = pad_rows(random_rows([15, 4]), "left")
-    texts, text_mask = pad_rows(random_rows([5, 3], seed=1), "right")
-    memory = model.compress(ids, mask)
-    seen = Seen(model, monkeypatch)
-    model.generate(texts, attention_mask=text_mask, memory=memory, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    last = [positions[-1] for positions in seen.positions(0)]
-    assert [kwargs["position_ids"].tolist() for kwargs in seen.calls[1:]] == [
-        [[last[0] + step], [last[1] + step]] for step in (1, 2)
-    ]
-
-
-def test_callers_positions_count_within_the_text(place_case, random_rows, pad_rows):
-    model = place_case.model
+def test_callers_positions_count_within_the_text(form_case, random_rows, pad_rows):
+    model = form_case.model
     memory = model.compress(random_ids(9))
     texts, mask = pad_rows(random_rows([5, 3], seed=1), "left")
     implicit = model(texts, attention_mask=mask, memory=memory).logits
