@@ -159,7 +159,6 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
     from ..evaluation.report import EvaluationReport
     from ..evaluation.report_tables import report_markdown
     from ..modeling.checkpoint.pretrained_bases import tokenizer_from_place
-    from .loading import merge_adapters
 
     earlier = None
     if arguments.resume and Path(arguments.output).exists():
@@ -174,7 +173,9 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
     if arguments.merge_adapters:
         if settings.zero_shot or "self_information" in settings.alternatives:
             raise ValueError("--merge-adapters: zero_shot and self_information read the base with the adapters off")
-        merge_adapters(model)
+        if not compresses:
+            raise ValueError(f"--merge-adapters is for a compressor, not for a {type(model).__name__}")
+        model.merge_adapters()
     write = _writer(arguments, earlier)
     report = evaluate_model(
         model,
