@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -38,15 +39,7 @@ _PRODUCT_SHAPE = (256, 576, 1536)
 
 @dataclass(frozen=True)
 class Page:
-    """A page of English, and what is asked about it.
-
-    Args:
-        name: its file's name.
-        title: what it is.
-        text: the whole text.
-        questions: what is asked.
-        answers: for each question the answers that count as right; the first one stands in the text.
-    """
+    """A page of English, what is asked about it, and for each question the answers that count as right."""
 
     name: str
     title: str
@@ -57,15 +50,13 @@ class Page:
 
 @dataclass(frozen=True)
 class Reading:
-    """A page read in one way, and asked.
+    """A page read in one way, "full text" or at a ratio such as "4x", and asked.
 
     Args:
-        name: "full text", or a ratio such as "4x".
         num_places: tokens or slots that stand for the page in the language model's context.
         num_bytes: of the text in UTF-8, or of the memory.
         seconds: mean time of an answer, compression apart.
-        answers: one for each question.
-        right: whether each holds an answer that counts as right.
+        right: whether each answer holds one that counts as right.
     """
 
     name: str
@@ -92,16 +83,13 @@ def read_pages(folder: Path = PAGES) -> list[Page]:
 
 def fetch_base(checkpoint: str | os.PathLike) -> None:
     """Fetch the base of a light checkpoint, if it is not on this machine."""
-    folder = Path(checkpoint).expanduser()
-    if not (folder / "config.json").is_file():
+    file = Path(checkpoint).expanduser() / "config.json"
+    if not file.is_file():
         raise ValueError(
-            f"there is no checkpoint in {folder}: run the demo in a clone of the repository, which has one in "
+            f"there is no checkpoint in {file.parent}: run the demo in a clone of the repository, which has one in "
             f"checkpoints/{CHECKPOINT.name}"
         )
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if "compression_ratios" not in config or config.get("is_encoder_decoder"):
-        kind = (config.get("architectures") or [config.get("model_type", "something else")])[0]
-        raise ValueError(f"{folder} holds a {kind}; the demo runs context compressors on decoder-only language models")
+    config = json.loads(file.read_text(encoding="utf-8"))
     for base in (config.get("external_weights") or {}).values():
         if base["repo_id"] is not None:
             pretrained_base(base["repo_id"])
@@ -184,15 +172,11 @@ def summary_table(readings: Sequence[Sequence[Reading]]) -> str:
     rows = []
     for column in zip(*readings, strict=True):
         right = [mark for reading in column for mark in reading.right]
-        rows.append(
-            [
-                column[0].name,
-                f"{sum(right)} of {len(right)} ({100 * sum(right) / len(right):.0f} %)",
-                f"{sum(reading.num_places for reading in column) / len(column):.0f}",
-                f"{sum(reading.num_bytes for reading in column) / len(column) / 1000:,.1f}",
-                f"{sum(reading.seconds for reading in column) / len(column):.2f}",
-            ]
+        share = f"{sum(right)} of {len(right)} ({100 * fmean(right):.0f} %)"
+        places, sizes, seconds = (
+            fmean(vars(reading)[name] for reading in column) for name in ("num_places", "num_bytes", "seconds")
         )
+        rows.append([column[0].name, share, f"{places:.0f}", f"{sizes / 1000:,.1f}", f"{seconds:.2f}"])
     header = ["read as", "answers right", "tokens or slots", "kB kept", "seconds for an answer"]
     return markdown_table(header, rows)
 

@@ -8,7 +8,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
 
 # So many ids stand in one filter.
 _IDS_AT_ONCE = 5_000
-# Memories that are exported or verified at once.
+# Memories that are verified at once.
 _ROWS_AT_ONCE = 64
-_INDEX_FILE = "memories.jsonl"
 
 
 def import_lance() -> Any:
@@ -314,36 +312,6 @@ class MemoryStore:
         self.refresh()
         self._dataset.cleanup_old_versions(older_than=keep_versions)
         self.refresh()
-
-    def export(self, folder: str | os.PathLike, ids: Sequence[str] | None = None) -> list[Path]:
-        """Write memories as safetensors files, and their ids, texts and metadata to `memories.jsonl` beside them.
-
-        Args:
-            folder: it is made; files in it are replaced.
-            ids: which; all if not given.
-
-        Returns:
-            The files of the memories, in order.
-        """
-        if ids is not None:
-            check_several(ids)
-        folder, names = Path(folder), list(self.ids() if ids is None else ids)
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = []
-        # An index that is there stays until the new one is whole.
-        draft = folder / f"{_INDEX_FILE}.part"
-        with open(draft, "w", encoding="utf-8") as index:
-            for start in range(0, len(names), _ROWS_AT_ONCE):
-                table = self.read(names[start : start + _ROWS_AT_ONCE])
-                _check_sums(table)
-                memory = memory_of_columns(table, self.form)
-                for row, values in enumerate(table.select(["id", "text", "metadata"]).to_pylist()):
-                    path = folder / f"{len(paths):06d}.safetensors"
-                    memory.rows(row).save(path)
-                    index.write(json.dumps({"file": path.name, **values}, ensure_ascii=False) + "\n")
-                    paths.append(path)
-        draft.replace(folder / _INDEX_FILE)
-        return paths
 
 
 def _check_sums(table: pyarrow.Table) -> None:

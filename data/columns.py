@@ -19,7 +19,7 @@ _WRONG_PART = (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, KeyError,
 def with_our_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     """Rename what a source's `columns` map; a column or part that is not there raises `ValueError`."""
     taken = {ours: column_of(table, theirs, source) for ours, theirs in (source.columns or {}).items()}
-    return _replaced(table, taken)
+    return with_columns(table, taken)
 
 
 def with_known_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
@@ -38,7 +38,7 @@ def with_known_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
         if is_new and all(has_column(table, theirs) for theirs in known.values()):
             # What the source maps may be a struct itself.
             free = [ours for ours, theirs in renamed.items() if ours not in mapped or theirs.startswith(f"{ours}.")]
-            table = _replaced(table, {ours: _part(table, renamed[ours]) for ours in free})
+            table = with_columns(table, {ours: _part(table, renamed[ours]) for ours in free})
     return table
 
 
@@ -54,14 +54,14 @@ def _with_right_options(table: pyarrow.Table, mapped: Mapping[str, str]) -> pyar
     if not is_list(table[options].type):
         return table
     if options == "options" and "context" not in mapped:
-        table = _replaced(table, {"context": table["article"]})
+        table = with_columns(table, {"context": table["article"]})
     answers: list[Any] = []
     for texts, mark in zip(table[options].to_pylist(), table[marks].to_pylist(), strict=True):
         place = string.ascii_uppercase.find(mark) if isinstance(mark, str) and len(mark) == 1 else mark
         is_option = texts is not None and isinstance(place, int) and 0 <= place < len(texts)
         answers.append([texts[place]] if is_option else None)
     kind = pyarrow.list_(pyarrow.string())
-    return _replaced(table, {"answers": pyarrow.chunked_array([pyarrow.array(answers, kind)])})
+    return with_columns(table, {"answers": pyarrow.chunked_array([pyarrow.array(answers, kind)])})
 
 
 def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
@@ -78,7 +78,7 @@ def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
             raise ValueError(f"source {source.label!r} has no passages with `title` and `sentences` as its contexts")
         if has_column(table, "context.contexts"):
             parts = _part(table, "context.contexts")
-            return _replaced(table, {"context": joined_lists(parts, "\n")})
+            return with_columns(table, {"context": joined_lists(parts, "\n")})
         return table
     named: list[Any] = [None] * table.num_rows
     by_number = has_column(table, "supporting_facts.passage")
@@ -98,7 +98,7 @@ def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
         passages = [f"{title}\n{' '.join(' '.join(sentences).split())}" for title, sentences in kept]
         texts.append(passages if source.separate_passages else "\n\n".join(passages))
     kind = pyarrow.list_(pyarrow.string()) if source.separate_passages else pyarrow.large_string()
-    return _replaced(table, {"context": pyarrow.chunked_array([pyarrow.array(texts, kind)])})
+    return with_columns(table, {"context": pyarrow.chunked_array([pyarrow.array(texts, kind)])})
 
 
 def column_of(table: pyarrow.Table, name: str, source: Any) -> pyarrow.ChunkedArray:
@@ -127,29 +127,38 @@ def kept_rows(table: pyarrow.Table, source: Any) -> pyarrow.Table:
 
 
 def complete_rows(table: pyarrow.Table, names: Sequence[str]) -> pyarrow.Table:
-    """The rows that have a value in each of these columns: no null or NaN, no blank text, no empty list.
-
-    Of a list, nulls and blank texts are left out.
-    """
+    """The rows that have a value in each of these columns, see `has_value`; lists without nulls and blank texts."""
     for name in names:
-        column = table[name]
-        mask = pyarrow.compute.invert(column.is_null(nan_is_null=True))
-        if is_list(column.type):
-            # Chunk by chunk: one of all may be more than its type can count.
-            column = pyarrow.chunked_array(
-                [
-                    pyarrow.array([rows and list(filter(_has_value, rows)) for rows in chunk.to_pylist()], column.type)
-                    for chunk in column.chunks
-                ],
-                column.type,
-            )
-            table = _replaced(table, {name: column})
-            mask = pyarrow.compute.greater(pyarrow.compute.list_value_length(column), 0)
-        elif is_text(column.type):
-            mask = pyarrow.compute.invert(is_blank(column))
+        table = with_columns(table, {name: without_blanks(table[name])})
         # What is null in a mask is left out.
-        table = table.filter(mask)
+        table = table.filter(has_value(table[name]))
     return table
+
+
+def without_blanks(column: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
+    """A column whose lists have no null and no blank text; any other column as it is."""
+    if not is_list(column.type):
+        return column
+    parts = pyarrow.compute.list_flatten(column)
+    wrong = parts.is_null().combine_chunks()
+    if is_text(parts.type):
+        wrong = pyarrow.compute.or_kleene(wrong, is_blank(parts).combine_chunks())
+    if not pyarrow.compute.any(wrong).as_py():
+        return column
+    # Chunk by chunk: one of all may be more than its type can count.
+    rows = ([rows and list(filter(_has_value, rows)) for rows in chunk.to_pylist()] for chunk in column.chunks)
+    return pyarrow.chunked_array([pyarrow.array(values, column.type) for values in rows], column.type)
+
+
+def has_value(column: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
+    """Which rows of a column have a value: no null or NaN, no blank text, no empty list."""
+    if is_list(column.type):
+        filled = pyarrow.compute.greater(pyarrow.compute.list_value_length(column), 0)
+    elif is_text(column.type):
+        filled = pyarrow.compute.invert(is_blank(column))
+    else:
+        return pyarrow.compute.invert(column.is_null(nan_is_null=True))
+    return pyarrow.compute.fill_null(filled, False)
 
 
 def joined_lists(lists: pyarrow.ChunkedArray, between: str) -> pyarrow.ChunkedArray:
@@ -192,11 +201,13 @@ def _mask(column: pyarrow.ChunkedArray, wanted: Any) -> pyarrow.ChunkedArray:
     return mask
 
 
-def _replaced(table: pyarrow.Table, columns: Mapping[str, pyarrow.ChunkedArray]) -> pyarrow.Table:
+def with_columns(table: pyarrow.Table, columns: Mapping[str, pyarrow.ChunkedArray]) -> pyarrow.Table:
+    """A table with further columns, which take the place of those with their names."""
     for name, column in columns.items():
         if name in table.column_names:
-            table = table.drop_columns([name])
-        table = table.append_column(name, column)
+            table = table.set_column(table.column_names.index(name), name, column)
+        else:
+            table = table.append_column(name, column)
     return table
 
 

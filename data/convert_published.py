@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+from tqdm.auto import tqdm
 
 from ..configuration.nearest_names import check_choice
 from .columns import complete_rows, has_column, is_list, with_our_columns
@@ -70,7 +71,6 @@ def convert(
     supporting_passages: bool = False,
     separate_passages: bool = False,
     overwrite: bool = False,
-    on_rows: Callable[[int], Any] = lambda count: None,
 ) -> Conversion:
     """Write a published data set as Parquet in our columns.
 
@@ -83,15 +83,8 @@ def convert(
         output: the Parquet file.
         split: "train", "validation" or "test", or as the data set calls it.
         source: a file or pattern with what was published; `None` reads the Hub, as a stream.
-        supporting_passages: of multi-hop questions, without the distractors.
-        separate_passages: of the same, write contexts as lists of passages, which are compressed independently.
+        supporting_passages, separate_passages: see [`DataSource`].
         overwrite: replace a file that is there.
-        on_rows: called with the number of rows that have just been read.
-
-    Raises:
-        ValueError: an unknown name or split, a file that is not in the published form, no row, passages of a set that
-            has none, or an output that is there.
-        OSError: the Hub cannot be reached, or does not have it.
     """
     check_choice("data set", name, PUBLISHED_SETS)
     entry, done = PUBLISHED_SETS[name], Conversion(Path(output))
@@ -109,9 +102,14 @@ def convert(
     draft = done.path.with_name(f"{done.path.name}.{os.getpid()}.part")
     try:
         with pyarrow.parquet.ParquetWriter(draft, schema.with_metadata(origin), compression="zstd") as writer:
-            for batch in record_tables(_rows(entry, split, source, on_rows), _BATCH_ROWS, source or entry.place):
+            for batch in record_tables(_rows(entry, split, source), _BATCH_ROWS, source or entry.place):
                 table = _complete(_ours(batch, entry, rows), entry, rows, done.skipped)
-                writer.write_table(_cast(table, schema))
+                if not table.num_rows:
+                    continue
+                columns = {name: table[name] for name in schema.names if name in table.column_names}
+                nothing = pyarrow.nulls(table.num_rows)
+                cast = [columns.get(entry.name, nothing).cast(entry.type) for entry in schema]
+                writer.write_table(pyarrow.table(cast, schema=schema))
                 done.rows += table.num_rows
             if not done.rows:
                 raise ValueError(f"there is no row to write: {done}")
@@ -149,46 +147,22 @@ def _complete(table: pyarrow.Table, entry: PublishedSet, source: DataSource, ski
     return with_answer_lists(table, source) if "answers" in table.column_names and table.num_rows else table
 
 
-def _cast(table: pyarrow.Table, schema: pyarrow.Schema) -> pyarrow.Table:
-    columns = []
-    for entry in schema:
-        if entry.name in table.column_names and table.num_rows:
-            columns.append(table[entry.name].cast(entry.type))
-        else:
-            columns.append(pyarrow.nulls(table.num_rows, entry.type))
-    return pyarrow.table(columns, schema=schema)
-
-
-def _rows(
-    entry: PublishedSet, split: str, source: str | None, on_rows: Callable[[int], Any]
-) -> Iterator[Mapping[str, Any]]:
+def _rows(entry: PublishedSet, split: str, source: str | None) -> Iterator[Mapping[str, Any]]:
     """Yield the published data as one record for each of our rows."""
-    files: list[tuple[Iterable[Mapping[str, Any]], Path | None]] = []
-    if source is None:
-        files.append((_hub_records(entry, split), None))
-    else:
-        paths = list(map(Path, matching_paths(str(Path(source).expanduser()))))
-        if not paths:
-            raise ValueError(f"there is no file {source}")
-        files += [(read_records(path), path.parent) for path in paths]
-    for records, folder in files:
-        counted = _counted(records, on_rows)
+    paths = [] if source is None else list(map(Path, matching_paths(str(Path(source).expanduser()))))
+    if source is not None and not paths:
+        raise ValueError(f"there is no file {source}")
+    for path in paths or [None]:
+        records = _hub_records(entry, split) if path is None else read_records(path)
+        # Shown in a terminal alone.
+        counted = tqdm(records, unit="row", desc=entry.title, disable=None)
         try:
-            if entry.rows is None:
-                yield from counted
-            else:
-                yield from _ROWS[entry.rows](counted, folder, split)
+            yield from counted if entry.rows is None else _ROWS[entry.rows](counted, path and path.parent, split)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(
                 f"{source or entry.place} is not in the form that {entry.title} is published in: "
                 f"{type(error).__name__}: {error}"
             ) from error
-
-
-def _counted(records: Iterable[Mapping[str, Any]], on_rows: Callable[[int], Any]) -> Iterator[Mapping[str, Any]]:
-    for record in records:
-        on_rows(1)
-        yield record
 
 
 def _hub_records(entry: PublishedSet, split: str) -> Iterator[Mapping[str, Any]]:

@@ -149,30 +149,25 @@ def _members(text: str) -> Sequence[Any]:
 
 
 def _merged(tables: Sequence[pyarrow.Table], files: Sequence[Path], source: Any) -> pyarrow.Table:
-    merged = {}
+    """Tables as one, with the columns that all have; a file without `source_texts` has whole documents."""
     if any("source_texts" in table.column_names for table in tables):
-        # A file without them has whole documents, and the rows of other files stay windows of theirs.
-        tables = [_with_source_texts(table) for table in tables]
-    for name in tables[0].column_names:
-        if not all(name in table.column_names for table in tables):
-            continue
+        nothing = [None if "source_texts" in table.column_names else table.num_rows for table in tables]
+        tables = [
+            table if rows is None else table.append_column("source_texts", pyarrow.nulls(rows))
+            for table, rows in zip(tables, nothing, strict=True)
+        ]
+    merged = {}
+    for name in (name for name in tables[0].column_names if all(name in table.column_names for table in tables)):
         parts = [table.select([name]) for table in tables]
-        kinds = {str(part[name].type): file for part, file in reversed(list(zip(parts, files, strict=True)))}
+        kinds = {part[name].type: file for part, file in zip(parts, files, strict=True)}
+        if name in _ID_COLUMNS and len(kinds) > 1:
+            parts = [part.cast(pyarrow.schema([(name, pyarrow.string())])) for part in parts]
         try:
-            if name in _ID_COLUMNS and len(kinds) > 1:
-                parts = [part.cast(pyarrow.schema([(name, pyarrow.string())])) for part in parts]
             merged[name] = pyarrow.concat_tables(parts, promote_options="permissive")[name]
         except UNREADABLE as error:
             if name in _READ_COLUMNS:
-                needed = "a list of whole texts" if name == "source_texts" else "of one type in all files"
+                found = " and ".join(f"{kind} in {file}" for kind, file in kinds.items())
                 raise ValueError(
-                    f"source {source.label!r}: column {(source.columns or {}).get(name, name)!r} must be {needed}, "
-                    f"got {' and '.join(f'{kind} in {file}' for kind, file in reversed(kinds.items()))}"
+                    f"source {source.label!r}: column {name!r} must be of one type in all files, got {found}"
                 ) from error
     return pyarrow.table(merged)
-
-
-def _with_source_texts(table: pyarrow.Table) -> pyarrow.Table:
-    if "source_texts" in table.column_names:
-        return table
-    return table.append_column("source_texts", pyarrow.nulls(table.num_rows))

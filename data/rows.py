@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
-import math
-import numbers
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,13 +19,15 @@ from ..modeling.parts.text_ids import encode
 from .columns import (
     column_of,
     complete_rows,
-    is_blank,
+    has_value,
     is_list,
     is_text,
     kept_rows,
+    with_columns,
     with_joined_passages,
     with_known_columns,
     with_our_columns,
+    without_blanks,
 )
 from .files import read_files
 from .sources import DataSource, is_of_benchmark
@@ -41,10 +40,7 @@ _NEEDED_COLUMNS = {
     "question_answering": ("context", "question", "answers"),
     "summarization": ("context", "summary"),
 }
-_NO_ANSWER = "; `skip_incomplete: true` of a source leaves such rows out"
 _ALL_TEXTS = ("context", "question", "summary", "text")
-# A text or context that is blank is passed over where examples are drawn.
-_WRITTEN_COLUMNS = ("question", "summary")
 _STREAMED_ROWS = 1000
 # Rows that are drawn in place of one that will not do.
 MAX_ATTEMPTS = 100
@@ -104,7 +100,7 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
     if "question_answering" in source.tasks:
         table = with_answer_lists(table, source)
     for column in _text_columns(source, columns):
-        check_texts(table, column, source)
+        table = with_values(table, column, source)
     if source.max_samples is not None and source.max_samples < table.num_rows:
         kept = sorted(random.Random(f"{seed}/{source.label}").sample(range(table.num_rows), source.max_samples))
         table = _rows_at(table, kept)
@@ -181,91 +177,48 @@ def _text_columns(source: DataSource, columns: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*needed, *(context_column(task, columns) for task in source.tasks)]))
 
 
-def check_texts(table: pyarrow.Table, column: str, source: Any) -> None:
-    """Raise `ValueError` naming source, column and row unless every value of a column is a text, of questions and
-    summaries one that is not blank (but a benchmark's question); a context may be a list of passages.
+def with_values(table: pyarrow.Table, column: str, source: Any) -> pyarrow.Table:
+    """Check a column that a task reads; its lists lose nulls and blank texts.
+
+    Raises:
+        ValueError: a column that holds no texts, or its first row without a value. A context may be blank, and so may
+            a benchmark's question.
     """
-    values = table[column]
-    _refuse_rows(values.is_null(), "is null", source, column)
-    if column == "context" and is_list(values.type):
-        _check_lists(values, source, column, _NO_ANSWER)
-        return
-    if len(values) and not is_text(values.type):
-        raise ValueError(f"{_place(source, column)} must hold texts, not {values.type} (row 0: {values[0].as_py()!r})")
-    # Some tasks of a benchmark have no question.
-    of_benchmark = column == "question" and is_of_benchmark(table.column_names)
-    if len(values) and column in _WRITTEN_COLUMNS and not of_benchmark:
-        _refuse_rows(is_blank(values), "is blank", source, column, _NO_ANSWER)
-
-
-def _refuse_rows(wrong: pyarrow.ChunkedArray, fault: str, source: Any, column: str, advice: str = "") -> None:
-    """`ValueError` with the first of the rows that are wrong, if there is one."""
-    row = pyarrow.compute.index(wrong, True).as_py()
+    values = without_blanks(table[column])
+    kind, place = values.type, (source.columns or {}).get(column, column)
+    if len(values) and column != "answers" and not (is_text(kind) or (is_list(kind) and is_text(kind.value_type))):
+        raise ValueError(f"source {source.label!r}: column {place!r} must hold texts, not {kind}")
+    may_be_blank = column in ("context", "text") or (column == "question" and is_of_benchmark(table.column_names))
+    filled = values.is_valid() if may_be_blank and is_text(kind) else has_value(values)
+    row = pyarrow.compute.index(filled, False).as_py()
     if row >= 0:
-        raise ValueError(f"{_place(source, column)} {fault} in row {row} (counted from 0){advice}")
-
-
-def _place(source: Any, column: str) -> str:
-    """Source and column, by the name that the source has for it."""
-    return f"source {source.label!r}: column {(source.columns or {}).get(column, column)!r}"
+        raise ValueError(
+            f"source {source.label!r}: column {place!r} has no value in row {row} (counted from 0); "
+            "`skip_incomplete: true` of a source leaves such rows out"
+        )
+    return with_columns(table, {column: values})
 
 
 def answer_text(answer: Any) -> str:
     """A single answer as it is learned and scored."""
     if isinstance(answer, bool):
         return "yes" if answer else "no"
-    if isinstance(answer, float):
-        if math.isnan(answer):
-            raise TypeError("answers must be numbers, got NaN")
-        return str(int(answer)) if answer.is_integer() else str(answer)
-    if not isinstance(answer, (str, numbers.Number, datetime.date, datetime.time)):
-        raise TypeError(f"answers must be texts, numbers, dates or truth values, got {answer!r}")
-    return str(answer)
+    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
 
 
 def with_answer_lists(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     """Bring answers, see `answer_text`, into lists of strings, none empty or blank; `ValueError` where that fails."""
-    answers = table["answers"]
-    kind = answers.type
-    _refuse_rows(answers.is_null(nan_is_null=True), "is null", source, "answers", _NO_ANSWER)
-    if is_list(kind):
-        _check_lists(answers, source, "answers", _NO_ANSWER)
+    table = with_values(table, "answers", source)
+    kind = table["answers"].type
+    if is_list(kind) and is_text(kind.value_type):
         return table
     if pyarrow.types.is_nested(kind):
         raise ValueError(
             f"source {source.label!r}: answers must be strings or lists of strings, not {kind}; name their place with "
             "columns, e.g. {answers: answers.text}"
         )
-    if is_text(kind):
-        _refuse_rows(is_blank(answers), "is blank", source, "answers", _NO_ANSWER)
-    try:
-        lists = [[answer_text(answer)] for answer in answers.to_pylist()]
-    except TypeError as error:
-        raise ValueError(f"{_place(source, 'answers')}: {error}") from error
-    return table.drop_columns(["answers"]).append_column("answers", pyarrow.array(lists))
-
-
-def _check_lists(values: pyarrow.ChunkedArray, source: Any, column: str, advice: str = "") -> None:
-    """No list is empty, and all hold texts only, none of them blank."""
-    lengths = pyarrow.compute.list_value_length(values)
-    _refuse_rows(pyarrow.compute.equal(lengths, 0), "is an empty list", source, column, advice)
-    parts = pyarrow.compute.list_flatten(values)
-    _refuse_parts(values, parts.is_null(), "null", source, column)
-    if not is_text(parts.type):
-        raise ValueError(
-            f"{_place(source, column)} must hold lists of texts, not {values.type} (row 0: {values[0].as_py()!r})"
-        )
-    _refuse_parts(values, is_blank(parts), "blank text", source, column, advice)
-
-
-def _refuse_parts(
-    values: pyarrow.ChunkedArray, wrong: pyarrow.ChunkedArray, what: str, source: Any, column: str, advice: str = ""
-) -> None:
-    """`ValueError` with the row of the first of the lists' parts that are wrong, if there is one."""
-    first = pyarrow.compute.index(wrong, True).as_py()
-    if first >= 0:
-        row = pyarrow.compute.list_parent_indices(values)[first].as_py()
-        raise ValueError(f"{_place(source, column)} has a {what} in its list in row {row} (counted from 0){advice}")
+    lists = pyarrow.array([[answer_text(answer)] for answer in table["answers"].to_pylist()])
+    return with_columns(table, {"answers": lists})
 
 
 def distinct_texts(table: pyarrow.Table) -> list[str]:

@@ -24,15 +24,6 @@ COLUMNS = ("id", "context", "question", "answers", "summary", "text", *BENCHMARK
 # One text each, in UTF-8.
 TEXT_FILES = (".txt", ".md")
 FILE_TYPES = (".parquet", ".jsonl", ".json", *TEXT_FILES)
-_KINDS = {"name": "a data set of the Hub", "path": "a file", "generated": "generated documents"}
-_OF_ROWS = ("rows", "where", "columns", "max_samples", "contexts_per_document", "skip_incomplete")
-# Fields that say something of these kinds of sources alone, where they are trained on.
-_KINDS_WITH = {
-    **dict.fromkeys((*_OF_ROWS, "supporting_passages", "separate_passages"), ("name", "path")),
-    "config": ("name",),
-    "split": ("name", "generated"),
-    **dict.fromkeys(("by", "document_tokens"), ()),
-}
 
 
 @dataclass(frozen=True)
@@ -158,18 +149,6 @@ def is_of_benchmark(columns: Container[str]) -> bool:
     """Whether a benchmark published rows with these columns: kvpress's copies have `answer_prefix`, LongBench's own
     `all_classes`."""
     return "answer_prefix" in columns or "all_classes" in columns
-
-
-def check_trained_source(source: DataSource) -> None:
-    """Raise `ValueError` when a source that is trained on has a field that says nothing of its kind."""
-    kind = next(kind for kind in _KINDS if vars(source)[kind])
-    for name, kinds in _KINDS_WITH.items():
-        value = vars(source)[name]
-        if value != DataSource.__dataclass_fields__[name].default and kind not in kinds:
-            raise ValueError(
-                f"{name} of source {source.label!r} says nothing of {_KINDS[kind]} in training: leave it out, got "
-                f"{value!r}"
-            )
 
 
 def parse_sources(entries: Sequence[str | DataSource | Mapping[str, Any]], split: str = "test") -> list[DataSource]:

@@ -85,6 +85,6 @@ def check_sources(
     if faults and not allow_shared:
         raise ValueError(
             f"{'; '.join(faults)}: what is reported must share no document with what trained or chose; "
-            "allow_trained_documents (--allow-trained-documents) scores them all the same, and the report says so"
+            "`allow_trained_documents` scores them all the same, and the report says so"
         )
     return found

@@ -258,7 +258,7 @@ class SampleBuilder:
         if len(text) <= room:
             return sample
         if not self.settings.truncate_context or room < 1:
-            advice = "allow truncation (--truncate-context)" if room >= 1 else "ask for fewer new tokens"
+            advice = "allow truncation (`truncate_context`)" if room >= 1 else "ask for fewer new tokens"
             raise ValueError(
                 f"data set {name!r}, {task}: a context of {len(text)} tokens with its prompt and target does not fit: "
                 f"max_context_tokens and the model's positions leave {max(room, 0)} tokens for the context; {advice}"

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..configuration.nearest_names import check_choice
 from ..data.columns import is_list
 from ..data.prompts import format_prompt
-from ..data.rows import PassageText, check_texts, read_rows
+from ..data.rows import PassageText, read_rows, with_values
 from ..data.sources import DataSource, parse_sources
 from ..modeling.checkpoint.fingerprints import weights_fingerprint
 from ..modeling.parts.text_ids import start_token_id, text_tokenizer
@@ -132,7 +132,7 @@ def _asked_rows(
     for column in needed:
         if column not in table.column_names:
             raise ValueError(f"source {source.label!r} has no column {column!r}, which {task} needs")
-        check_texts(table, column, source)
+        table = with_values(table, column, source)
     return table.select([*needed, *(name for name in ("id", "source_texts") if name in table.column_names)])
 
 

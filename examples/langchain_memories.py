@@ -17,12 +17,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.retrievers import BaseRetriever
 
 from context_compressors.integrations.document_memories import DocumentMemories
-from context_compressors.integrations.langchain import (
-    ChatMemoryReader,
-    MemoryDocumentCompressor,
-    MemoryRetriever,
-    memory_message,
-)
+from context_compressors.integrations.langchain import ChatMemoryReader, MemoryDocumentCompressor, memory_message
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "context_compressors" / "demo_documents").glob("*.md"))
@@ -55,7 +50,7 @@ def main() -> None:
     paragraphs = [Document(page_content=text, metadata={"page": name}) for name in pages for text in pages[name]]
     memories = DocumentMemories(arguments.model, arguments.ratio, arguments.store)
     compressor = MemoryDocumentCompressor(memories=memories)
-    retriever = MemoryRetriever(retriever=BM25(paragraphs=paragraphs), compressor=compressor)
+    retriever = BM25(paragraphs=paragraphs) | compressor.compress_documents
     chat = ChatMemoryReader(memories=memories, generation={"max_new_tokens": 24}) | StrOutputParser()
     for question in arguments.question or QUESTIONS:
         found = retriever.invoke(question)

@@ -8,25 +8,24 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import EvalResult, ModelCardData
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers import AutoConfig
 
 from ..configuration.configuration_compressor import RETRIEVAL_LOADER, CompressorConfig
 from ..data.published_sets import PUBLISHED_SETS
 from ..data.retrieval_sources import RetrievalSource
 from ..data.sources import DataSource
+from ..data.yaml_text import read_yaml
 from ..evaluation.plots import plot_quality_by_ratio
 from ..evaluation.report import EvaluationReport
 from ..evaluation.report_tables import reservations
 from ..evaluation.rows import BENCHMARK_SCORE, FULL_CONTEXT, NO_CONTEXT, EvaluationRow, ratio_condition
 from ..modeling.checkpoint.checkpoint_card import card_text, facts, hub_fields, public_name, summary_of, usage
-from ..training.arguments import read_recipe
-from ..training.run_record import without_folders
+from ..reporting.tables import markdown_table
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,6 @@ _ALTERNATIVES = {
 # Columns of a score table behind the full context.
 _COSTS = ("retention, %", "slots", "kB", "cache, kB", "tokens a slot")
 _NOT_STATED = "not stated"
-_Source = DataSource | RetrievalSource
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,6 @@ def write_card(
     limits: Sequence[str],
     *,
     model_id: str | None = None,
-    recipe: str | None = None,
     license: str = "apache-2.0",
     new_version: str | None = None,
 ) -> Path:
@@ -92,8 +89,6 @@ def write_card(
         limits: what it cannot do, one sentence each; never empty.
         model_id: repository or folder that the card's snippet loads; when `None` it is `folder`, without where that is
             on this machine.
-        recipe: the recipe that was run, such as `embedded/icae.yaml`: the card names it, and takes from it the
-            licenses, titles and Hub ids that the folder's own `recipe.yaml`, or an earlier stage's, leaves out.
         license: license of the weights, as the Hub writes it.
         new_version: repository of the checkpoint that replaces this one.
 
@@ -101,21 +96,20 @@ def write_card(
         the card's path.
 
     Raises:
-        ValueError: a file that is missing or holds something else, reports that do not belong to the checkpoint or to
-            each other, or no limits.
+        ValueError: a file that holds something else, reports that do not belong to each other, or no limits.
     """
+    # Importing the models registers them, so that our own checkpoints need no remote code.
+    from .. import modeling  # noqa: F401
+
     folder = Path(folder)
-    config = _read_config(folder)
-    loaded = [_report(report) for report in reports]
+    config = AutoConfig.from_pretrained(folder)
+    if not isinstance(config, CompressorConfig):
+        raise ValueError(f"a card is of a compressor, and {folder} has a model of type {config.model_type!r}")
+    loaded = [report if isinstance(report, EvaluationReport) else EvaluationReport.load(report) for report in reports]
     for name in ("model", "num_parameters", "bounds"):
         if len(values := list(dict.fromkeys(vars(report)[name] for report in loaded))) > 1:
             raise ValueError(f"reports on one card must have the same {name}, got {values}")
-    if loaded and loaded[0].num_parameters not in (None, num_parameters := _num_parameters(config)):
-        raise ValueError(
-            f"the scores are of a model with {loaded[0].num_parameters:,} parameters ({loaded[0].model}); "
-            f"the one in {folder} has {num_parameters:,}"
-        )
-    training, datasets = _training(folder, recipe)
+    training, datasets = _training(folder)
     notes = " ".join(dict.fromkeys(note for report in loaded for note in _notes(report)))
     pictures = [picture for report in loaded for picture in _pictures(report, folder)]
     text = model_card(
@@ -146,25 +140,11 @@ def model_card(
     license: str = "apache-2.0",
     new_version: str | None = None,
 ) -> str:
-    """Write the card of a compressor: metadata for the Hub, use, scores, training, limits, method, citation.
+    """Return the card of a compressor: metadata for the Hub, use, scores, training, limits, method and citation.
 
-    Args:
-        config: a compressor's configuration.
-        training: the section on its training.
-        scores: what it reached.
-        limits: what it cannot do, one sentence each; never empty.
-        model_id: repository or folder that the snippet loads.
-        notes: paragraphs below the table of scores.
-        datasets: ids on the Hub of what it was trained on.
-        license: license of the weights, as the Hub writes it.
-        new_version: repository of the checkpoint that replaces this one.
-
-    Raises:
-        ValueError: no limits, or a score at a ratio that the checkpoint lacks.
+    Args: see `write_card`; `training` is a section's text, `notes` are paragraphs below the table of scores, and
+        `datasets` ids on the Hub.
     """
-    ratios = sorted(config.compression_ratios)
-    if wrong := [score for score in scores if score.ratio not in ratios]:
-        raise ValueError(f"the score on {wrong[0].dataset!r} has ratio {wrong[0].ratio}; the checkpoint has {ratios}")
     if not limits:
         raise ValueError("a card names what the checkpoint cannot do: give at least one limit")
     sections = {
@@ -207,25 +187,15 @@ def score_table(scores: Sequence[Score]) -> str:
         return "Not measured."
     others = list(dict.fromkeys(name for score in scores for name in score.alternatives))
     costs = [name for name in _COSTS if any(name in score.costs for score in scores)]
-    columns = ["task", "data", "metric", "ratio", "no context", "compressed", *others, "full context", *costs]
-    lines = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * 3 + ['---:'] * (len(columns) - 3))} |"]
+    rows = []
     for score in scores:
         low_high = "" if score.interval is None else f" [{score.interval[0]:.2f}, {score.interval[1]:.2f}]"
-        cells = [score.task.replace("_", " ").capitalize(), score.dataset, score.metric, str(score.ratio)]
-        cells += [_number(score.no_context), _number(score.value) + low_high]
-        cells += [_number(score.alternatives.get(name)) for name in others]
-        cells += [_number(score.full_context), *(score.costs.get(name, "–") for name in costs)]
-        lines.append(_row(cells))
-    return "\n".join(lines)
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
-def _row(cells: Sequence[str]) -> str:
-    escaped = [cell.replace("|", "\\|") for cell in cells]
-    return f"| {' | '.join(escaped)} |"
+        numbers = [score.no_context, *(score.alternatives.get(name) for name in others), score.full_context]
+        first, *rest = ["–" if value is None else f"{value:.2f}" for value in numbers]
+        cells = [score.task.replace("_", " ").capitalize(), score.dataset, score.metric, score.ratio, first]
+        rows.append([*cells, f"{score.value:.2f}{low_high}", *rest, *(score.costs.get(name, "–") for name in costs)])
+    header = ["task", "data", "metric", "ratio", "no context", "compressed", *others, "full context", *costs]
+    return markdown_table(header, rows)
 
 
 def _eval_result(score: Score) -> EvalResult:
@@ -258,26 +228,30 @@ def _scores(report: EvaluationReport) -> list[Score]:
                     condition = ratio_condition(ratio)
                     if condition not in values:
                         continue
+                    row = rows[condition]
                     found = {name: values.get(f"{kind}={ratio}") for kind, name in _ALTERNATIVES.items()}
-                    score = Score(
-                        task,
-                        dataset,
-                        label,
-                        ratio,
-                        values[condition],
-                        no_context=values.get(NO_CONTEXT),
-                        full_context=values.get(FULL_CONTEXT),
-                        alternatives={name: value for name, value in found.items() if value is not None},
+                    low, high = row.intervals.get(metric, (math.nan, math.nan))
+                    scores.append(
+                        Score(
+                            task,
+                            dataset,
+                            label,
+                            ratio,
+                            values[condition],
+                            interval=None if math.isnan(low) else (low, high),
+                            no_context=values.get(NO_CONTEXT),
+                            full_context=values.get(FULL_CONTEXT),
+                            alternatives={name: value for name, value in found.items() if value is not None},
+                            costs=_costs(row, metric),
+                        )
                     )
-                    scores.append(_with_row(score, rows[condition], metric))
     if not scores:
         raise ValueError(f"the report of {report.model} has no compression ratio, but the checkpoint is a compressor")
     return scores
 
 
-def _with_row(score: Score, row: EvaluationRow, metric: str) -> Score:
-    """A score with what its single row says: its interval, what is retained, and what a memory holds."""
-    low, high = row.intervals.get(metric, (math.nan, math.nan))
+def _costs(row: EvaluationRow, metric: str) -> dict[str, str]:
+    """What a score retains of the full context's, and what a memory holds."""
     costs = {}
     if row.retention is not None and metric == row.main_metric:
         costs["retention, %"] = f"{row.retention:.0f}"
@@ -286,7 +260,7 @@ def _with_row(score: Score, row: EvaluationRow, metric: str) -> Score:
         for name, title in (("memory_bytes", "kB"), ("cache_bytes", "cache, kB")):
             if row.costs.get(name):
                 costs[title] = f"{row.costs[name] / 1000:,.0f}"
-    return replace(score, interval=None if math.isnan(low) else (low, high), costs=costs)
+    return costs
 
 
 def _pictures(report: EvaluationReport, folder: Path) -> list[str]:
@@ -337,56 +311,26 @@ def _notes(report: EvaluationReport) -> list[str]:
 # --- what the folder holds ---
 
 
-def _file(path: Path, advice: str) -> Path:
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}: {advice}")
-    return path
-
-
-def _read_config(folder: Path) -> CompressorConfig:
-    # Importing the models registers them, so that our own checkpoints need no remote code.
-    from .. import modeling  # noqa: F401
-
-    _file(folder / "config.json", "the folder of a checkpoint has one")
-    config = AutoConfig.from_pretrained(folder)
-    if not isinstance(config, CompressorConfig):
-        raise ValueError(f"a card is of a compressor, and {folder} has a model of type {config.model_type!r}")
-    return config
-
-
-def _report(report: EvaluationReport | str | Path) -> EvaluationReport:
-    if isinstance(report, EvaluationReport):
-        return report
-    return EvaluationReport.load(_file(Path(report), "`context-compressors evaluate --output` writes a report"))
-
-
-def _num_parameters(config: PreTrainedConfig) -> int:
-    with torch.device("meta"):
-        auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        return auto_class.from_config(config).num_parameters()
-
-
-def _training(folder: Path, recipe: str | None) -> tuple[str, list[str]]:
+def _training(folder: Path) -> tuple[str, list[str]]:
     """The section on a checkpoint's training, and the Hub ids of its data."""
-    advice = "`context-compressors train` writes it"
-    own_recipe = _file(folder / "recipe.yaml", advice)
-    summary_file = _file(folder / "training_summary.json", advice)
+    own_recipe, summary_file = folder / "recipe.yaml", folder / "training_summary.json"
     try:
         summary = json.loads(summary_file.read_text(encoding="utf-8"))
         steps, seed, device = summary["steps"], summary["seed"], summary["device"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, ValueError) as error:
         raise ValueError(f"{summary_file} is not the summary of a training run: {error!r}") from error
-    named = _sources(recipe) if recipe else []
-    rows = [_data_row(source, named) for source in _sources(str(own_recipe))]
-    earlier = [_data_row(_source(entry), named) for entry in summary.get("earlier_sources", [])]
+    entries = read_yaml(own_recipe).get("sources")
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{own_recipe} has no list of sources: a card names what the checkpoint was trained on")
+    rows, earlier = (list(map(_data_row, each)) for each in (entries, summary.get("earlier_sources", [])))
     # What a later stage has trained on in the same way is named once.
     rows += [(*row[:2], f"earlier: {row[2]}", row[3]) for row in dict.fromkeys(earlier) if row not in rows]
     if unknown := [title for title, license_, *_ in rows if license_ == _NOT_STATED]:
-        logger.warning("no license is named for %s: give `license` in the recipe that --recipe names", unknown)
-    lines = ["| data | license | what of it |", "| --- | --- | --- |"]
-    for title, license_, note, hub_id in rows:
-        link = f"[{title}](https://huggingface.co/datasets/{hub_id})" if hub_id else title
-        lines.append(_row([link, license_, note]))
+        logger.warning("no license is named for %s: give `license` in its source", unknown)
+    cells = [
+        [f"[{title}](https://huggingface.co/datasets/{hub_id})" if hub_id else title, license_, note]
+        for title, license_, note, hub_id in rows
+    ]
     tokens, contexts, hours = (summary.get(name) for name in ("input_tokens", "context_tokens", "hours"))
     told = [f"Steps: {steps:,}" if steps else "Steps: none, fitted to contexts"]
     # A run that does not count its tokens leaves 0.
@@ -395,36 +339,17 @@ def _training(folder: Path, recipe: str | None) -> tuple[str, list[str]]:
     elif contexts:
         told.append(f"Tokens: {contexts:,} of contexts")
     told += [f"Seeds: {seed}", f"Hardware: {device}" + (f", {hours:g} hours" if hours is not None else "")]
-    told.append(f"Recipe: `{public_name(recipe) if recipe else own_recipe.name}`")
+    told.append(f"Recipe: `{own_recipe.name}`")
     versions = [f"{name} {summary[name]}" for name in ("torch", "transformers") if name in summary]
     told += [f"Versions: {', '.join(versions)}"] * bool(versions)
-    return "\n".join([*lines, "", *(f"- {fact}" for fact in told)]), [row[3] for row in rows if row[3]]
+    table = markdown_table(["data", "license", "what of it"], cells)
+    return "\n".join([table, "", *(f"- {fact}" for fact in told)]), [row[3] for row in rows if row[3]]
 
 
-def _sources(recipe: str) -> list[_Source]:
-    entries = read_recipe(recipe).get("sources")
-    if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{recipe} has no list of sources: a card names what the checkpoint was trained on")
-    return [_source(entry) for entry in entries]
-
-
-def _source(entry: Any) -> _Source:
-    return (RetrievalSource if isinstance(entry, dict) and "corpus" in entry else DataSource).from_mapping(entry)
-
-
-def _place_of(source: _Source) -> Any:
-    """Return the name of a source in the recipe of a run, of a folder its own name alone."""
-    return without_folders({"name": source.label})["name"].removeprefix("./")
-
-
-def _data_row(source: _Source, named: Sequence[_Source]) -> tuple[str, str, str, str | None]:
-    """Title, license, a note on what was used, and Hub id of a source."""
-    said = next((entry for entry in named if _place_of(entry) == _place_of(source)), source)
-    title, license_, hub_id = (
-        source.title or said.title,
-        source.license or said.license,
-        source.hub_id or said.hub_id,
-    )
+def _data_row(entry: Mapping[str, Any]) -> tuple[str, str, str, str | None]:
+    """Title, license, a note on what was used, and Hub id of a recipe's source."""
+    source: Any = (RetrievalSource if "corpus" in entry else DataSource).from_mapping(entry)
+    title, license_, hub_id = source.title, source.license, source.hub_id
     if isinstance(source, RetrievalSource):
         corpus = source.corpus
         title = title or corpus.name or Path(str(corpus.path)).stem

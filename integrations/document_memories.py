@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..corpus.corpus_compressor import CorpusCompressor
@@ -146,47 +146,13 @@ class DocumentMemories:
         Raises:
             ValueError: Ids without a memory, named, and whatever the pipeline refuses.
         """
-        asked = self._asked(messages, ids, stop, join)
-        return "".join(_until([self.pipe(**asked, **generate_kwargs)["answer"]], stop or ()))
-
-    def stream(
-        self,
-        messages: str | Sequence[Mapping[str, str]],
-        ids: Sequence[str],
-        stop: Sequence[str] | None = None,
-        join: bool | str = LIKELIEST,
-        **generate_kwargs: Any,
-    ) -> Iterator[str]:
-        """Yield the answer piece by piece; the likeliest of several comes at once, since it is known at the end."""
-        from transformers import StoppingCriteriaList, TextIteratorStreamer
-
-        if join == LIKELIEST and len(ids) > 1:
-            yield self.answer(messages, ids, stop, join, **generate_kwargs)
-            return
-        asked, is_left = self._asked(messages, ids, stop, join=True), threading.Event()
-        streamer = TextIteratorStreamer(self.pipe.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        errors: list[BaseException] = []
-
-        def leave(input_ids: Any, scores: Any, **_: Any) -> Any:
-            return input_ids.new_full((input_ids.shape[0],), is_left.is_set()).bool()
-
-        def write() -> None:
-            try:
-                criteria = StoppingCriteriaList([*generate_kwargs.pop("stopping_criteria", ()), leave])
-                self.pipe(**asked, streamer=streamer, stopping_criteria=criteria, **generate_kwargs)
-            except BaseException as error:  # raised again where the text is read
-                errors.append(error)
-                streamer.text_queue.put(streamer.stop_signal)
-
-        writer = threading.Thread(target=write, daemon=True)
-        writer.start()
-        try:
-            yield from _until(streamer, stop or ())
-        finally:
-            is_left.set()
-            writer.join()
-        if errors:
-            raise errors[0]
+        asked: dict[str, Any] = {"question" if isinstance(messages, str) else "messages": messages}
+        if stop:
+            asked |= {"stop_strings": list(stop), "tokenizer": self.pipe.tokenizer}
+        asked |= {"memory": self._memory(ids), "join": join} if ids else {"context": ""}
+        text = self.pipe(**asked, **generate_kwargs)["answer"]
+        ends = [place for word in stop or () if (place := text.find(word)) >= 0]
+        return text[: min(ends, default=None)].strip()
 
     def _kept(self, texts: list[str], ids: Sequence[Any]) -> list[str | None]:
         """Of each text the id that it has, where that is still right, or else its own; nothing for a blank one."""
@@ -226,19 +192,7 @@ class DocumentMemories:
             else:
                 self.store.append(self.store.table_of(ids, memory, texts))
 
-    def _asked(
-        self,
-        messages: str | Sequence[Mapping[str, str]],
-        ids: Sequence[str],
-        stop: Sequence[str] | None,
-        join: bool | str,
-    ) -> dict[str, Any]:
-        """Arguments of the pipeline."""
-        asked: dict[str, Any] = {"question" if isinstance(messages, str) else "messages": messages}
-        if stop:
-            asked |= {"stop_strings": list(stop), "tokenizer": self.pipe.tokenizer}
-        if not ids:
-            return {**asked, "context": ""}
+    def _memory(self, ids: Sequence[str]) -> CompressedContext:
         with self._lock:
             missing = [id_ for id_, there in zip(ids, self._contains(list(ids)), strict=True) if not there]
             if missing:
@@ -248,7 +202,7 @@ class DocumentMemories:
                 memory = CompressedContext.stack([self._in_process[id_] for id_ in ids])
             else:
                 memory = self.store.get(ids)
-        return {**asked, "memory": memory.to(self.pipe.device, self.pipe.model.dtype), "join": join}
+        return memory.to(self.pipe.device, self.pipe.model.dtype)
 
 
 def memory_ids(texts: Iterable[str | None], metadata: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -266,22 +220,3 @@ def with_memory_id(metadata: Mapping[str, Any], memory_id: str | None) -> dict[s
     """Metadata of a document with the id of its memory, or without one where it has none."""
     others = {name: value for name, value in metadata.items() if name != MEMORY_ID}
     return others if memory_id is None else {**others, MEMORY_ID: memory_id}
-
-
-def _until(pieces: Iterable[str], stop: Sequence[str]) -> Iterator[str]:
-    """A text, piece by piece, up to the first of `stop`, without blanks around it."""
-    text, given = "", 0
-    for piece in pieces:
-        text = (text + piece).lstrip()
-        ends = [place for word in stop if (place := text.find(word)) >= 0]
-        if ends:
-            text = text[: min(ends)]
-            break
-        # What may be the beginning of such a word, or a blank at the end, waits.
-        begun = [size for word in stop for size in range(1, len(word)) if text.endswith(word[:size])]
-        ready = len(text[: len(text) - max(begun, default=0)].rstrip())
-        if ready > given:
-            yield text[given:ready]
-            given = ready
-    if rest := text.rstrip()[given:]:
-        yield rest

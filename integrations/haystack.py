@@ -10,8 +10,6 @@ from .document_memories import MEMORY_ID, DocumentMemories, memory_ids, with_mem
 
 try:
     from haystack import Document, component, default_from_dict, default_to_dict
-    from haystack.dataclasses import StreamingChunk
-    from haystack.dataclasses.streaming_chunk import SyncStreamingCallbackT
 except ImportError as error:
     raise ImportError("this needs `haystack-ai`: pip install -e '.[haystack]' in the clone") from error
 
@@ -85,11 +83,7 @@ class MemoryReader(_OfMemories):
 
     @component.output_types(replies=list[str])
     def run(
-        self,
-        query: str,
-        documents: list[Document],
-        generation_kwargs: dict[str, Any] | None = None,
-        streaming_callback: SyncStreamingCallbackT | None = None,
+        self, query: str, documents: list[Document], generation_kwargs: dict[str, Any] | None = None
     ) -> dict[str, list[str]]:
         """One reply.
 
@@ -97,20 +91,13 @@ class MemoryReader(_OfMemories):
             query: The question.
             documents: Of a `MemoryDocumentCompressor`; blank ones are left out.
             generation_kwargs: Arguments of `generate` over those of the component.
-            streaming_callback: Called with each piece of the answer as it is written.
 
         Raises:
             ValueError: A document that was not compressed.
         """
         ids = memory_ids([document.content for document in documents], [document.meta for document in documents])
         asked = {**self.generation_kwargs, **(generation_kwargs or {})}
-        if streaming_callback is None:
-            return {"replies": [self.memories.answer(query, ids, **asked)]}
-        pieces: list[str] = []
-        for piece in self.memories.stream(query, ids, **asked):
-            streaming_callback(StreamingChunk(piece, start=not pieces, index=0))
-            pieces.append(piece)
-        return {"replies": ["".join(pieces)]}
+        return {"replies": [self.memories.answer(query, ids, **asked)]}
 
     def to_dict(self) -> dict[str, Any]:
         """The component as a dictionary; `ValueError` where its model is a pipeline that was loaded already."""

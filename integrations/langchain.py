@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .document_memories import MEMORY_ID, DocumentMemories, memory_ids, with_memory_id
 
 try:
-    from langchain_core.callbacks import CallbackManagerForLLMRun, CallbackManagerForRetrieverRun, Callbacks
+    from langchain_core.callbacks import CallbackManagerForLLMRun, Callbacks
     from langchain_core.documents import BaseDocumentCompressor, Document
     from langchain_core.language_models import BaseChatModel
-    from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, SystemMessage
-    from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-    from langchain_core.retrievers import BaseRetriever
+    from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
+    from langchain_core.outputs import ChatGeneration, ChatResult
     from pydantic import ConfigDict, Field
 except ImportError as error:
     raise ImportError("this needs `langchain-core`: pip install -e '.[langchain]' in the clone") from error
@@ -55,22 +54,6 @@ class MemoryDocumentCompressor(BaseDocumentCompressor):
         ]
 
 
-class MemoryRetriever(BaseRetriever):
-    """What another retriever finds, in its order, with the ids of memories.
-
-    Args:
-        retriever: Any retriever.
-        compressor: Compresses what it finds, where that has not been done before.
-    """
-
-    retriever: BaseRetriever
-    compressor: MemoryDocumentCompressor
-
-    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
-        found = self.retriever.invoke(query, config={"callbacks": run_manager.get_child()})
-        return self.compressor.compress_documents(found, query)
-
-
 class ChatMemoryReader(BaseChatModel):
     """A chat model that reads memories in place of texts: the compressor's own decoder.
 
@@ -109,24 +92,10 @@ class ChatMemoryReader(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        answer = self.memories.answer(*_read(messages), **self._arguments(stop, kwargs))
+        # A call's own over those of `generation`.
+        given = {**self.generation, **kwargs, **({} if stop is None else {"stop": stop})}
+        answer = self.memories.answer(*_read(messages), **given)
         return ChatResult(generations=[ChatGeneration(message=AIMessage(answer))])
-
-    def _stream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> Iterator[ChatGenerationChunk]:
-        for piece in self.memories.stream(*_read(messages), **self._arguments(stop, kwargs)):
-            yield ChatGenerationChunk(message=AIMessageChunk(piece))
-        # An empty answer is an answer.
-        yield ChatGenerationChunk(message=AIMessageChunk("", chunk_position="last"))
-
-    def _arguments(self, stop: list[str] | None, given: dict[str, Any]) -> dict[str, Any]:
-        """A call's own over those of `generation`, `stop` among them."""
-        return {**self.generation, **given, **({} if stop is None else {"stop": stop})}
 
 
 def memory_message(question: str, documents: Sequence[Document]) -> HumanMessage:
@@ -134,7 +103,7 @@ def memory_message(question: str, documents: Sequence[Document]) -> HumanMessage
 
     Args:
         question: The question.
-        documents: Of a `MemoryDocumentCompressor` or a `MemoryRetriever`; blank ones are left out.
+        documents: Of a `MemoryDocumentCompressor`; blank ones are left out.
 
     Raises:
         ValueError: A document that was not compressed.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .document_memories import MEMORY_ID, DocumentMemories, memory_ids, with_memory_id
@@ -54,16 +54,15 @@ class MemorySynthesizer(BaseSynthesizer):
 
     Args:
         memories: The compressor and its memories: those of the `MemoryPostprocessor`, or of the same store.
-        streaming: Answer piece by piece.
         generation: Arguments of `generate`; greedily, and at most 64 new tokens if not said otherwise.
 
     Raises:
         ValueError: In `synthesize`, a node that was not compressed.
     """
 
-    def __init__(self, memories: DocumentMemories, streaming: bool = False, generation: dict[str, Any] | None = None):
+    def __init__(self, memories: DocumentMemories, generation: dict[str, Any] | None = None):
         # No other language model is asked, and without one here LlamaIndex would look for OpenAI's.
-        super().__init__(llm=MockLLM(), streaming=streaming)
+        super().__init__(llm=MockLLM())
         self.memories, self.generation = memories, generation or {}
 
     def synthesize(
@@ -106,8 +105,7 @@ class MemorySynthesizer(BaseSynthesizer):
         ids = memory_ids
         if ids is None:
             ids = [id_ for id_ in self.memories.compress(text_chunks) if id_ is not None]
-        asked = {**self.generation, **response_kwargs}
-        return (self.memories.stream if self._streaming else self.memories.answer)(query_str, ids, **asked)
+        return self.memories.answer(query_str, ids, **{**self.generation, **response_kwargs})
 
     async def aget_response(
         self,
@@ -117,20 +115,13 @@ class MemorySynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
         """The same without waiting for it."""
-        answer = await asyncio.to_thread(self.get_response, query_str, text_chunks, memory_ids, **response_kwargs)
-        return _in_turn(answer) if self._streaming else answer
+        return await asyncio.to_thread(self.get_response, query_str, text_chunks, memory_ids, **response_kwargs)
 
     def _get_prompts(self) -> dict[str, Any]:
         return {}
 
     def _update_prompts(self, prompts: dict[str, Any]) -> None:
         """The checkpoint has its own."""
-
-
-async def _in_turn(pieces: Any) -> AsyncGenerator[str, None]:
-    """The pieces of an answer, each waited for in a thread."""
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-        yield piece
 
 
 def _texts(nodes: Sequence[NodeWithScore]) -> list[str]:

@@ -153,14 +153,11 @@ class DataArguments:
 
     def parsed_sources(self) -> list[DataSource]:
         """Return the entries of `sources` as [`DataSource`]; `ValueError` where there are none."""
-        from ..data.sources import DataSource, check_trained_source
+        from ..data.sources import DataSource
 
         if not self.sources:
             raise ValueError("there are no sources: give at least one {path | name | generated: true, tasks}")
-        sources = [DataSource.from_mapping(entry) for entry in self.sources]
-        for source in sources:
-            check_trained_source(source)
-        return sources
+        return [DataSource.from_mapping(entry) for entry in self.sources]
 
     def of_evaluation(self) -> DataArguments:
         """Return the same with `eval_sources` as its sources, and without schedules."""

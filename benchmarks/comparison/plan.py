@@ -302,10 +302,12 @@ class Comparison:
                 groups[entry["domain"]].append(f"{title}={self.questions / title}.parquet")
 
         def command() -> list[str]:
-            given = ["--max-new-tokens", str(self.table["max_new_tokens"][task]), "--tasks", task, "--ratios-only"]
+            given = ["--max-new-tokens", str(self.table["max_new_tokens"][task]), "--tasks", task]
+            config: dict[str, Any] = {"ratios_only": True, "memory_dtype": self.memory_dtype(name)}
             if ratios != self.table["ratios"]:
-                given += ["--ratios", *map(str, ratios), "--config", "{allow_untrained_ratio: true}"]
-            given += ["--memory-dtype", self.memory_dtype(name)]
+                given += ["--ratios", *map(str, ratios)]
+                config["allow_untrained_ratio"] = True
+            given += ["--config", json.dumps(config)]
             for option, sources in zip(("--data", "--out-of-domain"), groups.values(), strict=True):
                 given += [option, *sources] if sources else []
             given += [] if self.arguments.reader else ["--base-model", str(self.base)]
@@ -338,7 +340,7 @@ class Comparison:
         """The bounds of what is restored."""
         report, sets = self.peers / "restored.json", self.table["sets"]
         titles = [title for title, entry in sets.items() if entry["task"] == "reconstruction"]
-        given = ["--config", "{prompt_format: chat}", "--prompts", "chat", "--tasks", "reconstruction"]
+        given = ["--config", "{prompt_format: chat, prompts: chat}", "--tasks", "reconstruction"]
         given += ["--data", *(f"{title}={self.questions / title}.parquet" for title in titles)]
         return Job(
             "peers/restored",

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from .. import __version__
 from ..configuration.nearest_names import nearest
 
-# Name -> one line of help. The module of that name is imported when the command is called, and what loads torch only
-# when its arguments are read.
+# Name -> one line of help. The module of its first word is imported when the command is called, and what loads torch
+# only when its arguments are read. The function is called `main`, or as the second word.
 _COMMANDS = {
     "train": "train a compressor (or a teacher) as a recipe says",
     "fit": "make a compressor of any language model in minutes, without training it",
@@ -23,7 +23,9 @@ _COMMANDS = {
     "ask": "answer questions from memory files or documents",
     "serve": "serve memories and the chat that reads them: OpenAI's API, a page to try them on, files for agents",
     "demo": "answer questions about five pages in the terminal",
-    "publish": "write a checkpoint's card, upload it to the Hub, export its decoder for vLLM",
+    "publish card": "write a checkpoint's card from its training run and its evaluation",
+    "publish upload": "build a Hub repository from a checkpoint, and push it",
+    "publish export-decoder": "write the decoder as a plain language model or LoRA adapter, for vLLM and others",
 }
 
 _OPTIONS = ("--help", "--version", "--traceback")
@@ -72,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         print(_help(), file=sys.stderr)
         return 2
-    name, *rest = arguments
+    number = 2 if arguments[0] == "publish" else 1
+    name, rest = " ".join(arguments[:number]), arguments[number:]
     if name in ("-h", "--help"):
         print(_help())
         return 0
@@ -83,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind, allowed = ("option", _OPTIONS) if name.startswith("-") else ("command", _COMMANDS)
         print(f"context-compressors: error: unknown {kind} {name!r}{nearest(name, allowed)}", file=sys.stderr)
         return 2
-    command = importlib.import_module(f".{name.replace('-', '_')}", __package__).main
+    module, _, function = name.replace("-", "_").partition(" ")
+    command = vars(importlib.import_module(f".{module}", __package__))[function or "main"]
     try:
         return command(rest)
     except (ValueError, TypeError, OSError, ImportError) as error:

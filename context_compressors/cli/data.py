@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from .command import OVERWRITE, argument, command
 
 _EXAMPLES = """
-context-compressors data --list
+context-compressors data
 context-compressors data hotpotqa hotpotqa_train.parquet --supporting-passages
 
 # Files as their authors publish them, in place of the Hub:
@@ -21,9 +20,8 @@ context-compressors data mediasum mediasum_test.parquet --split test --source Me
 @command(
     "data",
     "Write a published data set as Parquet in the columns that training and evaluation read.",
-    argument("name", nargs="?", help="of the list"),
+    argument("name", nargs="?", help="of the data set; without it, all names, licenses and tables are listed"),
     argument("output", nargs="?", help="Parquet file"),
-    argument("--list", action="store_true", help="tell names, licenses and which tables of the papers need them"),
     argument("--split", default="train", help="train (default), validation, test, or as the data set calls it"),
     argument("--source", metavar="FILE", help="file or pattern of what was published (default: the Hub)"),
     argument("--supporting-passages", action="store_true", help="leave out the distractors of multi-hop questions"),
@@ -33,13 +31,11 @@ context-compressors data mediasum mediasum_test.parquet --split test --source Me
 )
 def main(arguments: argparse.Namespace) -> None:
     """Run `context-compressors data`."""
-    from tqdm.auto import tqdm
-
     from ..data.convert_published import convert
     from ..data.published_sets import PUBLISHED_SETS
     from ..reporting.tables import markdown_table
 
-    if arguments.list:
+    if arguments.name is None:
         rows = [
             (name, entry.title, entry.task, entry.place, ", ".join(entry.splits), entry.license, entry.tables)
             for name, entry in PUBLISHED_SETS.items()
@@ -47,17 +43,7 @@ def main(arguments: argparse.Namespace) -> None:
         print(markdown_table(("name", "data set", "task", "from", "splits", "license", "tables"), rows))
         return
     if arguments.output is None:
-        raise ValueError("name a data set and the file to write, or pass --list")
-    with tqdm(unit="row", desc=arguments.name, disable=not sys.stderr.isatty()) as progress:
-        done = convert(
-            arguments.name,
-            arguments.output,
-            split=arguments.split,
-            source=arguments.source,
-            supporting_passages=arguments.supporting_passages,
-            separate_passages=arguments.separate_passages,
-            overwrite=arguments.overwrite,
-            on_rows=progress.update,
-        )
-    print(done)
+        raise ValueError("name the file to write")
+    names = ("split", "source", "supporting_passages", "separate_passages", "overwrite")
+    print(convert(arguments.name, arguments.output, **{name: vars(arguments)[name] for name in names}))
     print(f"license: {PUBLISHED_SETS[arguments.name].license}")

@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..configuration.nearest_names import as_spelled_now, check_choice
 from ..data.prompts import TASKS
-from ..data.yaml_text import parse_yaml, read_yaml
-from ..evaluation.settings import DEFAULT_TASKS, MEMORY_DTYPES, WRITTEN_TASKS, EvaluationSettings
-from .command import LOADING, OVERWRITE, argument, check_outputs, command, positive_int
+from ..evaluation.settings import DEFAULT_TASKS, WRITTEN_TASKS, EvaluationSettings
+from .command import (
+    LOADING,
+    OVERWRITE,
+    argument,
+    check_outputs,
+    command,
+    config_argument,
+    config_fields,
+    positive_int,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,7 +54,7 @@ context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruc
 context-compressors evaluate my-compressor --tasks needles --data books.parquet --lengths 512 1024 --plots plots
 context-compressors evaluate my-compressor --tasks ruler --lengths 4096 8192
 context-compressors evaluate my-compressor --data Xnhyacinth/LongBench:hotpotqa --tasks question_answering \\
-    --truncate-context
+    --config '{truncate_context: true}'
 
 # nDCG@10 at every ratio of a retrieval checkpoint, beside BM25:
 context-compressors evaluate my-retriever --tasks retrieval --data mteb/scifact --alternatives bm25
@@ -64,12 +72,7 @@ def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings
     fields["max_new_tokens"] = EvaluationSettings().max_new_tokens | limits
     if set(arguments.tasks) & {*_OF_TEXTS, _RETRIEVAL}:
         fields["tasks"] = ["question_answering"]
-    if arguments.config is not None:
-        is_text = arguments.config.lstrip().startswith("{")
-        config = parse_yaml(arguments.config, "--config") if is_text else read_yaml(Path(arguments.config))
-        for name in config:
-            check_choice("setting of --config:", name, allowed)
-        fields |= config
+    fields |= config_fields(arguments.config, allowed)
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     return EvaluationSettings(**fields)
 
@@ -117,7 +120,9 @@ def _datasets(arguments: argparse.Namespace, tokenizer: Any) -> list[EvaluationD
     return datasets
 
 
-def _records(arguments: argparse.Namespace, on_hub: bool) -> dict[str, TrainingDocuments | None]:
+def _records(
+    arguments: argparse.Namespace, settings: EvaluationSettings, on_hub: bool
+) -> dict[str, TrainingDocuments | None]:
     """Return the documents that trained and chose the models, and those of `--chosen-by` and the like."""
     from ..data.document_ids import TrainingDocuments
     from ..evaluation.evaluate import model_label
@@ -128,8 +133,8 @@ def _records(arguments: argparse.Namespace, on_hub: bool) -> dict[str, TrainingD
         name = f"{model_label(arguments.model)}, by {Path(path).name}"
         add_record(records, name, TrainingDocuments(chose=reported_documents(path)))
     add_record(records, model_label(arguments.model), TrainingDocuments.of(arguments.model, on_hub))
-    if arguments.text_compressor is not None:
-        add_record(records, model_label(arguments.text_compressor), TrainingDocuments.of(arguments.text_compressor))
+    if settings.text_compressor is not None:
+        add_record(records, model_label(settings.text_compressor), TrainingDocuments.of(settings.text_compressor))
     if arguments.teacher is not None:
         add_record(records, model_label(arguments.teacher), TrainingDocuments.of(arguments.teacher))
     return records
@@ -163,12 +168,13 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
     earlier = None
     if arguments.resume and Path(arguments.output).exists():
         earlier = EvaluationReport.load(arguments.output)
-    others = [EvaluationReport.load(path) for path in arguments.compare_with]
+    plots, *others = arguments.plots or [None]
+    others = [EvaluationReport.load(path) for path in others]
     tokenizer = tokenizer_from_place(arguments.model, trust_remote_code=arguments.trust_remote_code)
     datasets = _datasets(arguments, tokenizer)
     model = _load(arguments.model, arguments, arguments.base_model)
     compresses, num_parameters = can_compress(model), model.num_parameters()
-    if arguments.plots and (settings.bounds_only or not compresses):
+    if plots and (settings.bounds_only or not compresses):
         raise ValueError("--plots draws quality by ratio, and nothing is compressed here")
     if arguments.merge_adapters:
         if settings.zero_shot or "self_information" in settings.alternatives:
@@ -186,7 +192,7 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
         model_name=model_label(arguments.model),
         num_parameters=num_parameters,
         notes={"teacher": arguments.teacher and model_label(arguments.teacher)},
-        records=_records(arguments, on_hub=compresses),
+        records=_records(arguments, settings, on_hub=compresses),
         resume_from=earlier,
         on_result=write,
     )
@@ -195,7 +201,7 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
     print(report_markdown(report))
     if arguments.resume and not report.answers:
         print(f"{arguments.output} is done: nothing was left to score")
-    return write_plots(report, arguments.plots, others) if arguments.plots else []
+    return write_plots(report, plots, others) if plots else []
 
 
 def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
@@ -222,7 +228,7 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
         JudgedQueries(source),
         f"{name}, {split}",
         settings,
-        _records(arguments, on_hub=True),
+        _records(arguments, settings, on_hub=True),
     )
     if arguments.keep_answers:
         write_answers(answers, arguments.keep_answers)
@@ -247,10 +253,10 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
         help=f"among {', '.join(TASKS)} (default: {' '.join(DEFAULT_TASKS)}); or needles (one fact in running text), "
         "ruler (kvpress's copy of RULER), or retrieval (a corpus in BEIR's form, PLACE[@SPLIT])",
     ),
-    argument(
-        "--config",
-        metavar="YAML",
-        help="any fields of EvaluationSettings, as text or a file, such as '{zero_shot: true}'; they go first",
+    config_argument(
+        "any other fields of EvaluationSettings (such as prompts, memory_dtype, max_context_tokens, truncate_context, "
+        "leave_out_long, allow_trained_documents, text_compressor)",
+        "{zero_shot: true}",
     ),
     argument(
         "--ratios",
@@ -258,11 +264,6 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
         type=positive_int,
         metavar="R",
         help="compression ratios (default: the checkpoint's own)",
-    ),
-    argument(
-        "--memory-dtype",
-        choices=MEMORY_DTYPES,
-        help="round memories, such as to 4 bits a value (default: as the model makes them, in its --dtype)",
     ),
     argument(
         "--teacher",
@@ -275,10 +276,8 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
         default=[],
         metavar="KIND",
         help="beside each ratio, as many tokens of the text: its beginning (cut), BM25's sentences (bm25), those "
-        "that the base expects least (self_information), or the words that --text-compressor keeps (keep_drop)",
+        "that the base expects least (self_information), or the words that `text_compressor` keeps (keep_drop)",
     ),
-    argument("--text-compressor", metavar="MODEL", help="checkpoint of keep_drop"),
-    argument("--ratios-only", action="store_true", help="leave out no context and full context"),
     argument("--merge-adapters", action="store_true", help="merge the compressor's adapters first, which is faster"),
     argument("--max-samples", type=positive_int, metavar="N", help="samples per data set and task (default: all)"),
     argument(
@@ -295,27 +294,12 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
         metavar="N",
         help="most tokens to write, of one task TASK=N (default: question_answering=32 summarization=128)",
     ),
-    argument("--prompts", metavar="NAME", help="packaged prompts or a file (default: the checkpoint's own)"),
     argument(
         "--lengths",
         nargs="+",
         type=positive_int,
         metavar="N",
         help="tokens of contexts of needles (default: 256 to 4096) and RULER (default: 4096)",
-    ),
-    argument(
-        "--max-context-tokens", type=positive_int, metavar="N", help="longest context (default: what the model reads)"
-    ),
-    argument(
-        "--leave-out-long",
-        action="store_true",
-        help="leave out questions and summaries of contexts beyond --max-context-tokens, and count them",
-    ),
-    argument("--truncate-context", action="store_true", help="cut contexts that do not fit, and count them"),
-    argument(
-        "--allow-trained-documents",
-        action="store_true",
-        help="also score documents that trained the model or chose it, and say so in the report",
     ),
     argument(
         "--chosen-by",
@@ -328,8 +312,12 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
     argument("--resume", action="store_true", help="go on where an evaluation with this --output stopped"),
     argument("--keep-answers", metavar="FILE", help="write what every sample got, as JSONL"),
     OVERWRITE,
-    argument("--plots", metavar="FOLDER", help="write pictures of the report"),
-    argument("--compare-with", nargs="+", default=[], metavar="FILE", help="reports for the picture by model size"),
+    argument(
+        "--plots",
+        nargs="+",
+        metavar="FOLDER",
+        help="write pictures of the report; reports behind the folder are for the picture by model size",
+    ),
     argument("--seed", type=int, default=0, help="draws samples, windows, documents and resamples (default: 0)"),
     *LOADING,
     examples=_EXAMPLES,

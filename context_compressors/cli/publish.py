@@ -5,16 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from .. import __version__
-from ..configuration.nearest_names import nearest
 from .command import BASE_MODEL, DTYPE, argument, command
 
-WEIGHTS = ("saved", "light", "full")
 # Ranks that vLLM reserves memory for.
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -34,14 +30,11 @@ _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
         "--limit", action="append", required=True, metavar="TEXT", help="what it cannot do; once for each sentence"
     ),
     argument("--model-id", metavar="NAME", help="repository or folder that the snippet loads (default: the folder)"),
-    argument(
-        "--recipe", metavar="RECIPE", help="recipe that was run: names it, and gives licenses the run did not record"
-    ),
     argument("--license", default="apache-2.0", metavar="ID", help="license of the weights (default: %(default)s)"),
     argument("--new-version", metavar="NAME", help="repository of the checkpoint that replaces this one"),
     examples="""
 context-compressors publish card outputs/my-compressor --scores results.json --limit "It has read English only."
-context-compressors publish card outputs/icae --scores generated.json books.json --recipe embedded/icae.yaml \\
+context-compressors publish card outputs/icae --scores generated.json books.json \\
     --limit "It reads at most 2,048 tokens." --limit "It does not follow instructions."
 """,
 )
@@ -54,7 +47,6 @@ def card(arguments: argparse.Namespace) -> None:
         arguments.scores,
         arguments.limit,
         model_id=arguments.model_id,
-        recipe=arguments.recipe,
         license=arguments.license,
         new_version=arguments.new_version,
     )
@@ -71,7 +63,7 @@ def card(arguments: argparse.Namespace) -> None:
     argument(
         "--weights",
         default="saved",
-        choices=WEIGHTS,
+        choices=("saved", "light", "full"),
         help="as in the checkpoint, without the base's weights, or with them (default: %(default)s)",
     ),
     BASE_MODEL,
@@ -156,31 +148,3 @@ def export_decoder(arguments: argparse.Namespace) -> None:
     if is_untouched_base(model):
         print(f"nothing of this decoder was trained: it is {base}, which a server may load in its place")
     print(f"vllm serve {output} --enable-prompt-embeds")
-
-
-_STEPS = {"card": card, "upload": upload, "export-decoder": export_decoder}
-_HELP = """\
-usage: context-compressors publish STEP ...
-
-steps:
-  card            write a checkpoint's card from its training run and its evaluation
-  upload          build a Hub repository from a checkpoint, and push it
-  export-decoder  write the decoder as a plain language model or LoRA adapter, for vLLM and others
-
-examples:
-  context-compressors publish upload outputs/my-compressor me/my-compressor --dry-run
-
-`context-compressors publish STEP --help` lists a step's options."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a step of `context-compressors publish`; wrong arguments exit with 2."""
-    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
-    if name in ("-h", "--help"):
-        print(_HELP)
-        raise SystemExit(0)
-    if name not in _STEPS:
-        what = f"unknown step {name!r}{nearest(name, _STEPS)}\n" if name else ""
-        print(f"{what}{_HELP}", file=sys.stderr)
-        raise SystemExit(2)
-    return _STEPS[name](rest)

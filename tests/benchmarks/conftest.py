@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import of benchmarks in their tests."""
+"""How the tests of the benchmarks import a benchmark."""
 
 import importlib
 from collections.abc import Callable, Iterator

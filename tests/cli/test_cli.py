@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands compress and ask on a tiny model."""
 
-import io
 import json
 import math
 import re
@@ -13,7 +12,7 @@ import torch
 from byte_tokenizers import byte_tokenizer, tiny_llama
 from tokenizers import pre_tokenizers
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import context_compressors
 from context_compressors import cli
@@ -25,8 +24,6 @@ from context_compressors.configuration.configuration_ranked_key_values import Ra
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.modeling.modeling_ranked_key_values import RankedKeyValuesForCausalLM
-from context_compressors.training.arguments import ModelArguments
-from context_compressors.training.loading import load_compressor
 
 TEXTS = {"first": "The mill stands by the river.", "second": "Nora keeps eleven bees, and Olaf none at all."}
 
@@ -70,21 +67,12 @@ def slots(text: str, ratio: int) -> int:
 # --- compress ---
 
 
-def test_devices_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch, model_folder: str):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+def test_a_device_that_cannot_be_used_is_refused(model_folder: str):
     check_device("cpu")
     check_device("auto")
-    with pytest.raises(ValueError, match=r"device must be one of auto, cpu on this machine, got 'cuda'"):
-        check_device("cuda")
-    with pytest.raises(ValueError, match="got 'gpu'"):
-        loading.load_compressor(model_folder, device="gpu")
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    check_device("cuda")
-    check_device("cuda:1")
-    with pytest.raises(ValueError, match=r"auto, cpu, cuda, cuda:0, cuda:1 on this machine, got 'cuda:2'"):
-        check_device("cuda:2")
+    for name in ("gpu", "cuda:99"):
+        with pytest.raises(ValueError, match=f"device '{name}' cannot be used here"):
+            loading.load_compressor(model_folder, device=name)
 
 
 @pytest.mark.slow
@@ -231,47 +219,6 @@ def test_a_memory_file_and_its_document_give_the_same_answer(
     assert together == ask(capsys, model_folder, memories[0], documents[1], *question, "--join")
     assert together not in answers
     assert ask(capsys, model_folder, *memories, *question) in answers
-
-
-@pytest.mark.slow
-def test_a_light_checkpoint_takes_its_base_from_the_folder_that_is_named(
-    llama: LlamaConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    documents: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-):
-    torch.manual_seed(0)
-    base, light, whole = (str(tmp_path / name) for name in ("base", "light", "whole"))
-    AutoModelForCausalLM.from_config(llama).save_pretrained(base)
-    model = MeanPoolingForCausalLM.from_base(base, compression_ratios=(4,))
-    model.save_pretrained(light, include_base=False)
-    model.save_pretrained(whole)
-    for folder in (light, whole):
-        tokenizer.save_pretrained(folder)
-    question = (documents[0], "--question", "Where is it?")
-    assert ask(capsys, light, *question, "--base-model", base) == ask(capsys, whole, *question)
-    assert cli.main(["ask", light, *question]) == 1
-    assert "leaves out the weights" in capsys.readouterr().err
-    report = tmp_path / "report.json"
-    arguments = ["evaluate", light, "--data", "generated#2", "--tasks", "reconstruction"]
-    arguments += ["--config", "{context_tokens: 16}", "--output", str(report)]
-    assert cli.main([*arguments, "--base-model", base]) == 0
-    assert report.is_file()
-    fields = {"method": "mean_pooling", "checkpoint": light}
-    trained = load_compressor(ModelArguments(**fields, checkpoint_base=base))
-    assert trained.get_input_embeddings().weight.equal(model.get_input_embeddings().weight)
-    with pytest.raises(ValueError, match="checkpoint_base goes with checkpoint"):
-        load_compressor(ModelArguments(base=base, checkpoint_base=base))
-
-
-@pytest.mark.slow
-def test_questions_come_from_the_option_or_line_by_line(
-    model_folder: str, documents: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    given = ask(capsys, model_folder, documents[0], "--question", "Who?", "--question", "Where is it?")
-    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n\nWhere is it?\n"))
-    assert ask(capsys, model_folder, documents[0]) == given
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo on a tiny checkpoint, and its pages."""
 
-import itertools
 import json
 import os
 import re
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from byte_tokenizers import byte_tokenizer, tiny_llama
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from context_compressors import demo
 from context_compressors.configuration.configuration_icae import ICAEConfig
@@ -64,33 +62,10 @@ def test_every_page_has_150_to_600_words_and_holds_the_answers_to_its_questions(
             assert all(len(answer.split()) <= 10 for answer in answers), question
 
 
-def test_there_are_five_pages_of_different_lengths_the_shortest_first():
-    lengths = [len(page.text.split()) for page in PAGES]
-    assert len(lengths) == 5
-    assert all(longer > 1.15 * shorter for shorter, longer in itertools.pairwise(lengths))
-
-
-def test_broken_lines_of_a_page_are_joined_to_paragraphs(tmp_path: Path):
-    head = "---\ntitle: A mill\nquestions:\n  - question: Whose is it?\n    answers: [Olaf's, Olaf]\n---\n"
-    (tmp_path / "mill.md").write_text(f"{head}It stands\nby the river.\n\nOlaf\nowns it.\n", encoding="utf-8")
-    page = demo.Page(
-        "mill", "A mill", "It stands by the river.\n\nOlaf owns it.", ("Whose is it?",), (("Olaf's", "Olaf"),)
-    )
-    assert demo.read_pages(tmp_path) == [page]
-
-
-@pytest.mark.parametrize(
-    ("answer", "accepted", "right"),
-    [
-        ("In 1961.", ["1961"], True),
-        ("It closed in the year 1961, I think", ["1960", "1961"], True),
-        ("in 19611", ["1961"], False),
-        ("2,310 pounds", ["2310 Pounds"], True),
-        ("", ["four"], False),
-    ],
-)
-def test_an_answer_is_right_if_it_holds_an_accepted_one_as_whole_words(answer, accepted, right):
-    assert holds_answer(answer, accepted) is right
+def test_an_answer_is_right_if_it_holds_an_accepted_one_as_whole_words():
+    assert holds_answer("It closed in the year 1961, I think", ["1960", "1961"])
+    assert holds_answer("2,310 pounds", ["2310 Pounds"])
+    assert not holds_answer("in 19611", ["1961"])
 
 
 # --- reading ---
@@ -150,13 +125,6 @@ def test_the_summary_counts_right_answers_of_all_pages_for_each_way_of_reading()
 def test_a_missing_checkpoint_is_named(tmp_path: Path):
     with pytest.raises(ValueError, match=r"there is no checkpoint in .*none"):
         demo.run(tmp_path / "none")
-
-
-def test_a_checkpoint_that_is_no_compressor_is_refused(tmp_path: Path):
-    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="holds a LlamaForCausalLM; the demo runs context compressors"):
-        demo.load(tmp_path)
 
 
 def test_the_base_of_a_light_checkpoint_is_fetched_before_it_is_loaded(

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from context_compressors import CompressedContext, MemoryStore
+from context_compressors import MemoryStore
 from context_compressors.corpus.memory_columns import MemoryForm
 from context_compressors.modeling.memory.carriers import map_carrier, scale_tensors
 
@@ -43,7 +43,7 @@ def assert_equal(left, right):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2", "float16"])
-def test_memories_come_back_by_id_as_they_were_kept_and_are_exported(dtype, tmp_path):
+def test_memories_come_back_by_id_as_they_were_kept(dtype, tmp_path):
     for carrier in ("embeddings", "key_values"):
         check_memories_come_back(carrier, dtype, tmp_path / carrier)
 
@@ -60,14 +60,6 @@ def check_memories_come_back(carrier, dtype, tmp_path):
     assert store.texts(IDS) == dict(zip(IDS, texts, strict=True))
     described = [None if value is None else json.dumps(value, ensure_ascii=False) for value in metadata]
     assert store.read(IDS[::-1], ["metadata"])["metadata"].to_pylist() == described[::-1]
-    paths = store.export(tmp_path / "files")
-    for row, path in enumerate(paths):
-        assert_equal(CompressedContext.load(path), expected.rows(row))
-    lines = (tmp_path / "files" / "memories.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == [
-        {"file": path.name, "id": name, "text": text, "metadata": value}
-        for path, name, text, value in zip(paths, IDS, texts, described, strict=True)
-    ]
 
 
 def test_a_damaged_memory_is_named(tmp_path):
@@ -76,9 +68,8 @@ def test_a_damaged_memory_is_named(tmp_path):
     table = store.table_of(["a", "b"], memory, ["honey", "mill"])
     other = table["text"].to_pylist()
     store.append(table.set_column(table.column_names.index("text"), "text", [[other[0], "Mill"]]))
-    for look in (store.verify, lambda: store.export(tmp_path / "files")):
-        with pytest.raises(ValueError, match=r"the store's ids 'b' are damaged: compress them anew"):
-            look()
+    with pytest.raises(ValueError, match=r"the store's ids 'b' are damaged: compress them anew"):
+        store.verify()
     store.delete(["b"])
     store.verify()
 
@@ -98,21 +89,6 @@ def test_versions_stay_readable_until_they_are_compacted_and_a_reader_keeps_its_
     store.add(["a"], memory.rows(1))
     reader.refresh()
     assert (len(reader), reader.contains(["a", "x", "c"])) == (3, [True, False, True])
-
-
-def test_an_export_that_fails_leaves_the_index_that_is_there(tmp_path):
-    store = MemoryStore.create(tmp_path / "s.lance", make_memory((3, 4)))
-    store.add(["a", "b"], make_memory((3, 4)), ["x", "y"])
-    folder = tmp_path / "files"
-    store.export(folder)
-    index = folder / "memories.jsonl"
-    written = index.read_text()
-    with pytest.raises(ValueError, match="the store has no ids 'c'"):
-        store.export(folder, ["a", "c"])
-    assert index.read_text() == written
-    for wrong in (store.export, store.contains):
-        with pytest.raises(TypeError, match="must be a list of ids, got 'ab'"):
-            wrong(*((folder,) if wrong == store.export else ()), "ab")
 
 
 def test_of_memories_one_of_which_another_process_adds_meanwhile_none_is_added(tmp_path, monkeypatch):
@@ -167,7 +143,7 @@ WRITER = """
 import sys
 sys.path.append(sys.argv[2])
 from random_memories import make_memory
-from context_compressors import CompressedContext, MemoryStore
+from context_compressors import MemoryStore
 from context_compressors.corpus.memory_columns import MemoryForm
 
 store = MemoryStore.open(sys.argv[1])

@@ -214,14 +214,14 @@ def test_the_command_reads_the_hub_and_says_what_it_wrote(tmp_path, monkeypatch,
     whole = output.read_bytes()
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     assert [name for name in PUBLISHED_SETS if f"`{name}`" not in page] == []
-    assert cli.main(["data", "--list"]) == 0
+    assert cli.main(["data"]) == 0
     table = capsys.readouterr().out
     assert all(entry.title in table and entry.license in table for entry in PUBLISHED_SETS.values())
     write_files(tmp_path, {"cut.json": '[{"_id": "1", "question"', "other.json": '[{"question": "q"}]'})
     cut, other = ["--overwrite", "--source", str(tmp_path / "cut.json")], str(tmp_path / "other.json")
     for wrong, message in (
         (words, "the output must be a new .parquet file"),
-        (["data", "mrqa"], "name a data set and the file to write"),
+        (["data", "mrqa"], "name the file to write"),
         (["data", "mrka", "x.parquet"], "unknown data set 'mrka'; did you mean 'mrqa'"),
         (["data", "squad", "x.parquet", "--split", "validaton"], "did you mean 'validation'"),
         (["data", "quac", "x.parquet"], "QuAC is not on the Hub: get it from https://quac.ai"),

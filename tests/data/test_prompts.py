@@ -12,12 +12,6 @@ def test_every_task_has_about_eight_different_templates():
         assert len(set(templates)) == len(templates) >= 8
 
 
-def test_canonical_prompts():
-    assert format_prompt("question_answering", "Who?") == "\nQuestion: Who?\nAnswer:"
-    assert format_prompt("reconstruction") == "\nRepeat the text above:"
-    assert format_prompt("continuation") == ""
-
-
 def test_packaged_prompts_are_found_by_name(tmp_path):
     assert set(packaged_prompts()) == {"chat", "comprexit", "default", "embedded", "gmsa", "memory_tokens"}
     assert format_prompt("reconstruction", path="gmsa") == "Restate the aforementioned Text."
@@ -31,10 +25,6 @@ def test_packaged_prompts_are_found_by_name(tmp_path):
         load_prompts("memory-tokens")
     with pytest.raises(ValueError, match="no prompts"):
         load_prompts(str(tmp_path / "none.yaml"))
-
-
-def test_braces_in_a_question_are_kept():
-    assert "{x} and {question}" in format_prompt("question_answering", "{x} and {question}")
 
 
 def test_templates_are_drawn_by_the_seed():

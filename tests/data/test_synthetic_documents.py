@@ -55,28 +55,6 @@ def test_a_question_has_one_answer(kind):
         assert max(Counter(question.question for question in document.questions).values()) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_hop_answers_share_a_sentence_with_their_subject_and_two_hop_answers_do_not(kind):
-    seen = Counter()
-    for seed in range(30):
-        document = generate_document(seed, num_tokens=300, kind=kind)
-        sentences = sentences_of(document.text)
-        for question in document.questions:
-            subject = re.findall(r"[A-Z][a-z]+(?: [A-Z][a-z]+)*|\d+", question.question[1:])
-            together = [
-                sentence
-                for sentence in sentences
-                if all(
-                    has_word(sentence, word) for word in (question.answer, *subject) if has_word(document.text, word)
-                )
-            ]
-            assert bool(together) == (question.hops == 1), (question, together)
-            seen[question.hops] += 1
-    assert seen[1] > 50
-    assert seen[2] > 20
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_train_and_test_share_no_name_and_no_answer(kind):
     values = {}

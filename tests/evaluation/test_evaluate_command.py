@@ -25,9 +25,8 @@ def test_command_writes_report_table_and_plots(folders, qa_file, tmp_path, capsy
     argv = [str(folders / "tiny-compressor"), "--data", generated, "--out-of-domain", "qa_rows.parquet"]
     argv += ["--data-dir", str(tmp_path), "--tasks", QA, CONTINUATION, "--ratios", "2", "4", "--max-samples", "2"]
     argv += ["--max-new-tokens", "3", "--batch-size", "2", "--device", "cpu"]
-    argv += ["--config", "{context_tokens: 8, continuation_tokens: 4}"]
+    argv += ["--config", "{context_tokens: 8, continuation_tokens: 4, memory_dtype: int8}"]
     argv += ["--teacher", str(folders / "teacher"), "--output", str(output), "--plots", str(plots), "--seed", "5"]
-    argv += ["--memory-dtype", "int8"]
     assert main(argv) == 0
     content = json.loads(output.read_text())
     assert content["model"] == "tiny-compressor"
@@ -45,7 +44,7 @@ def test_command_writes_report_table_and_plots(folders, qa_file, tmp_path, capsy
     assert f"wrote {output}" in printed
 
     # A second run draws the first one's report beside its own.
-    more = [*argv[: argv.index("--output")], "--compare-with", str(output), "--plots", str(tmp_path / "more")]
+    more = [*argv[: argv.index("--output")], "--plots", str(tmp_path / "more"), str(output)]
     assert main(more) == 0
     assert (tmp_path / "more" / f"{QA}_by_model_size.png").exists()
 
@@ -166,8 +165,9 @@ def test_ratios_alone_are_drawn_without_a_domain_gap_and_printed_first(
     folders, qa_file, tmp_path, capsys, monkeypatch
 ):
     argv = [str(folders / "tiny-compressor"), "--data", "in=qa_rows.parquet#1", "--out-of-domain", "qa_rows.parquet#1"]
-    argv += ["--data-dir", str(tmp_path), "--tasks", CONTINUATION, "--ratios", "4", "--ratios-only", "--device", "cpu"]
-    argv += ["--config", "{context_tokens: 8, continuation_tokens: 4}", "--plots", str(tmp_path / "plots")]
+    argv += ["--data-dir", str(tmp_path), "--tasks", CONTINUATION, "--ratios", "4", "--device", "cpu"]
+    argv += ["--config", "{ratios_only: true, context_tokens: 8, continuation_tokens: 4}"]
+    argv += ["--plots", str(tmp_path / "plots")]
     assert main(argv) == 0
     assert [path.name for path in (tmp_path / "plots").iterdir()] == [f"{CONTINUATION}_by_ratio.png"]
     printed = capsys.readouterr().out

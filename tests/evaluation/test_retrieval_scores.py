@@ -190,7 +190,7 @@ def test_documents_that_trained_a_retriever_answer_nothing_unless_that_is_said(s
     told = capsys.readouterr().err
     assert "1 of 3 documents of 'animals, test' trained retriever (samples 2020-01-00)" in told
     assert "1 of 3 documents of 'animals, test' chose retriever (samples 2020-01-05)" in told
-    assert cli.main([*argv, "--allow-trained-documents"]) == 0
+    assert cli.main([*argv, "--config", "{allow_trained_documents: true}"]) == 0
     assert "**Not held out**: among the 1 that trained retriever" in capsys.readouterr().out
     shared = json.loads(output.read_text())["held_out"]["retriever"]["shared"]
     assert shared == {"animals, test": {"trained": 1, "chose": 1}}

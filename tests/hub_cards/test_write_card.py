@@ -67,10 +67,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--max-samples",
         "2",
     ]
-    common += ["--tasks", QA, RECONSTRUCTION, CONTINUATION, "--config", "{context_tokens: 16, continuation_tokens: 4}"]
-    common += ["--max-new-tokens", "3", "--device", "cpu"]
     # The tales have trained both.
-    common += ["--allow-trained-documents"]
+    settings = "{context_tokens: 16, continuation_tokens: 4, allow_trained_documents: true}"
+    common += ["--tasks", QA, RECONSTRUCTION, CONTINUATION, "--config", settings]
+    common += ["--max-new-tokens", "3", "--device", "cpu"]
     for name in ("base", "compressor"):
         assert cli.main(["evaluate", str(root / name), *common, "--output", str(root / f"{name}.json")]) == 0
     return root
@@ -79,6 +79,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def report(root: Path) -> EvaluationReport:
     return EvaluationReport.load(root / "compressor.json")
+
+
+def card(*arguments: object, **options: object) -> str:
+    """The text of a card, tables without the spaces that align them."""
+    return re.sub("(?<=[^ \n]) +", " ", write_card(*arguments, **options).read_text())
 
 
 def table_rows(text: str) -> list[list[str]]:
@@ -122,7 +127,7 @@ def test_a_compressors_card_holds_every_score_beside_its_bounds(root: Path, repo
 
 @pytest.mark.slow
 def test_a_compressors_card_shows_quality_by_ratio(root: Path):
-    text = write_card(root / "compressor", [root / "compressor.json"], LIMITS).read_text()
+    text = card(root / "compressor", [root / "compressor.json"], LIMITS)
     shown = dict(re.findall(r"^!\[(.+)\]\((\w+\.png)\)$", text.partition("## Training")[0], re.MULTILINE))
     assert shown == {
         f"{name} by compression ratio": f"{name.lower().replace(' ', '_')}_by_ratio.png"
@@ -137,7 +142,7 @@ def test_a_compressors_card_shows_quality_by_ratio(root: Path):
 
 @pytest.mark.slow
 def test_a_compressors_card_holds_its_training(root: Path):
-    text = write_card(root / "compressor", [root / "compressor.json"], LIMITS).read_text()
+    text = card(root / "compressor", [root / "compressor.json"], LIMITS)
     summary = json.loads((root / "compressor" / "training_summary.json").read_text())
     for part in (
         "Steps: 2",
@@ -161,25 +166,18 @@ def test_a_compressors_card_holds_its_training(root: Path):
 @pytest.mark.slow
 def test_the_snippets_of_the_cards_run(root: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(root)
-    text = write_card("compressor", ["compressor.json"], LIMITS).read_text()
+    text = card("compressor", ["compressor.json"], LIMITS)
     assert 'name = "compressor"' in text
     names = run_snippet(text, document="The mill stands by the river.", question="\nQuestion: Where?\nAnswer:")
     assert names["answer"].shape[0] == 1
     assert (root / "document.safetensors").exists()
-    assert 'name = "me/tiny"' in write_card("./compressor/", [], LIMITS, model_id="me/tiny").read_text()
+    assert 'name = "me/tiny"' in card("./compressor/", [], LIMITS, model_id="me/tiny")
 
 
-def test_licenses_come_from_the_recipe_that_is_named(root: Path, caplog: pytest.LogCaptureFixture):
+def test_a_source_without_a_license_is_named(root: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         write_card(root / "compressor", [], LIMITS)
-        assert "no license is named for ['tales']" in caplog.text
-        caplog.clear()
-        text = write_card(root / "compressor", [], LIMITS, recipe=str(root / "base.yaml")).read_text()
-        assert not caplog.text
-    assert "| [Tales](https://huggingface.co/datasets/org/tales) | CC0 1.0 |" in text
-    assert "Recipe: `base.yaml`" in text
-    text = write_card(root / "compressor", [], LIMITS, recipe="embedded/icae.yaml").read_text()
-    assert "Recipe: `embedded/icae.yaml`" in text
+    assert "no license is named for ['tales']" in caplog.text
 
 
 @pytest.mark.slow
@@ -190,7 +188,7 @@ def test_a_card_names_the_data_of_earlier_stages(root: Path, tmp_path: Path):
     sources = [{"generated": True, "tasks": [QA], "weight": 1, "title": "third"}]
     recipe = write_recipe(tmp_path / "third.yaml", checkpoint=str(tmp_path / "second"), sources=sources)
     assert train([recipe, "--output_dir", str(tmp_path / "third")]) == 0
-    text = write_card(tmp_path / "third", [], LIMITS).read_text()
+    text = card(tmp_path / "third", [], LIMITS)
     expected = [
         ["third", "Apache-2.0", "question answering"],
         # The base's, which both others stand on.
@@ -201,9 +199,6 @@ def test_a_card_names_the_data_of_earlier_stages(root: Path, tmp_path: Path):
     ]
     assert [row for row in table_rows(text) if row in expected] == expected
     assert str(root) not in (tmp_path / "third" / "training_summary.json").read_text()
-    text = write_card(tmp_path / "third", [], LIMITS, recipe=str(root / "base.yaml")).read_text()
-    assert "not stated" not in text
-    assert text.count("| [Tales](https://huggingface.co/datasets/org/tales) | CC0 1.0 |") == 1
 
 
 @pytest.mark.slow
@@ -213,7 +208,7 @@ def test_a_card_says_what_its_scores_must_not_be_read_without(root: Path, report
     left_out = {"tales, reconstruction": 3, "more, reconstruction": 5}
     own = replace(report, rows=rows, settings={**settings, "left_out": left_out})
     own.held_out = {**report.held_out, "reader": {"record": "none"}}
-    text = write_card(root / "compressor", [own], LIMITS).read_text()
+    text = card(root / "compressor", [own], LIMITS)
     assert "Memories are rounded to int2." in text
     assert "**Not held out**: among the 20 that trained compressor" in text
     assert "Whether reader was trained on these documents is unknown" in text
@@ -250,9 +245,7 @@ def test_wrong_arguments_are_refused(root: Path, report: EvaluationReport):
     compressor = root / "compressor"
     without = [row for row in report.rows if not row.condition.startswith("ratio")]
     for folder, reports, message in (
-        (compressor, [root / "none.json"], r"there is no file .*none\.json"),
         (compressor, [compressor / "recipe.yaml"], "is not an evaluation report"),
-        (compressor, [root / "base.json"], r"the scores are of a model with .* parameters \(base\)"),
         (compressor, [report, replace(report, model="other", rows=[])], r"same model, got \['compressor', 'other'\]"),
         (compressor, [report, replace(report, bounds="teacher", rows=[])], "same bounds"),
         (compressor, [replace(report, rows=without)], "no compression ratio, but the checkpoint is a compressor"),
@@ -262,8 +255,6 @@ def test_wrong_arguments_are_refused(root: Path, report: EvaluationReport):
             write_card(folder, reports, LIMITS)
     with pytest.raises(ValueError, match="at least one limit"):
         write_card(compressor, [], [])
-    with pytest.raises(ValueError, match="no recipe 'embeded/icae"):
-        write_card(compressor, [], LIMITS, recipe="embeded/icae.yaml")
 
 
 @pytest.mark.slow
@@ -275,7 +266,7 @@ def test_command_writes_the_card(root: Path, capsys: pytest.CaptureFixture[str])
     for part in ("# tiny", 'name = "me/tiny"', *LIMITS):
         assert part in text
     assert cli.main(["publish", "card", str(root), "--limit", "x"]) == 1
-    assert "context-compressors publish: error: there is no file" in capsys.readouterr().err
+    assert "context-compressors publish card: error: " in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["publish", "card", str(root / "compressor")])
     assert "--limit" in capsys.readouterr().err

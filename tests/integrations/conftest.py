@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the tests against other packages."""
+"""What tests against other packages share."""
 
 import contextlib
 import ipaddress

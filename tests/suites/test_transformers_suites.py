@@ -63,7 +63,7 @@ class ModelTester:
 
 
 class FamilyTests:
-    """Base of all methods' test classes; `case` is the method's plainest setting."""
+    """What all methods' test classes share; `case` is the method's plainest setting."""
 
     test_resize_embeddings = False
     # Neither do parts that read contexts have one in a step on text alone, nor those of a training-free method ever.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of recipes and of the command line, alone and together, and refused ones."""
+"""What recipes and the command line may say, alone and together, and what is refused."""
 
 from pathlib import Path
 
