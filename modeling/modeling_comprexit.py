@@ -294,6 +294,9 @@ def _slot_mask(mask: Tensor, ratio: int) -> Tensor:
 class ComprExITModel(CompressorModel):
     r"""
     Makes slots of a frozen language model's hidden states: a gate across its layers, and transport across its tokens.
+
+    Like every transformers model that has returned hidden states, it cannot be pickled after `compress`: the library's
+    hooks are local functions, and stay on the layers for other threads. Use `save_pretrained`.
     """
 
     config_class = ComprExITConfig

@@ -14,7 +14,7 @@ from transformers.generation import BaseStreamer, GenerationMixin, StoppingCrite
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions, Seq2SeqLMOutput
 
 from ..memory.compressed_context import CompressedContext
-from ..parts.attention_masks import seeing_mask
+from ..parts.attention_masks import seeing_mask, with_sight
 from ..parts.base_precision import head_logits
 from ..parts.cache_name import CACHE, one_cache
 from ..parts.packing import left_padded, pack
@@ -124,7 +124,8 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         embeddings = self.get_input_embeddings()(input_ids)
         if not is_full:
             own = {CACHE: cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache}
-            attention_mask = seeing_mask(self.decoder, attention_mask, inputs_embeds=embeddings, **own)
+            # With a static cache the library gives a mask of four dimensions.
+            attention_mask = with_sight(seeing_mask(self.decoder, attention_mask, inputs_embeds=embeddings, **own))
         outputs = self.decoder(
             inputs_embeds=embeddings,
             attention_mask=attention_mask,
@@ -324,7 +325,8 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         """Answer questions behind a memory: questions and new tokens."""
         chunk_lengths = kwargs.pop("context_chunk_lengths", None)
         check_source(context[0], memory, ratio, context[1], chunk_lengths)
-        if extra := [n for n in ("decoder_input_ids", "decoder_attention_mask") if kwargs.get(n) is not None]:
+        other_texts = ("decoder_input_ids", "decoder_attention_mask", "inputs_embeds", "decoder_inputs_embeds")
+        if extra := [name for name in other_texts if kwargs.get(name) is not None]:
             raise ValueError(
                 f"with `memory` or `context_input_ids` the decoder's text is `input_ids`; leave out {', '.join(extra)}"
             )

@@ -11,9 +11,12 @@ import torch
 sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[1] / "modeling")])
 pytest.importorskip("parameterized", reason="transformers' tests need it: see tests/integrations/requirements.txt")
 
+import decal_models
 import transformers_tests
 from tiny_bases import HIDDEN_SIZE, VOCAB_SIZE
 from tiny_models import METHODS, TRAINING_FREE, Case
+
+from context_compressors import DeCALConfig, DeCALForConditionalGeneration
 
 try:
     ModelTesterMixin, GenerationTesterMixin = transformers_tests.load()
@@ -33,7 +36,10 @@ NOT_APPLICABLE = {
 if GenerationTesterMixin is None:
     NOT_APPLICABLE["test_generation_tester_mixin_inheritance"] = "these sources lack GenerationTesterMixin"
 # The same of single methods.
-NOT_APPLICABLE_TO = {(method.name, "test_training"): "nothing trains" for method in TRAINING_FREE}
+NOT_APPLICABLE_TO = {(method.name, "test_training"): "nothing trains" for method in TRAINING_FREE} | {
+    ("decal", "test_attention_outputs"): "cross-attention sees the slots, which are fewer than the encoder's places",
+    ("decal", "test_internal_model_config_and_subconfig_are_same"): "as in T5, each stack has a copy of its own",
+}
 # Tests that get text alone, and why.
 WITHOUT_CONTEXT = {
     "test_attention_outputs": "attentions cover the slots, too",
@@ -62,27 +68,43 @@ class ModelTester:
         return self.get_config(), inputs
 
 
+class DeCALTester(ModelTester):
+    """The same of DeCAL, in the form of an encoder-decoder; its encoder reads latents in front of the tokens."""
+
+    encoder_seq_length = 4 + ModelTester.seq_length
+
+    def get_config(self):
+        return DeCALConfig(decoder_config=decal_models.T5_FIELDS, compression_ratios=(2, 3, 8))
+
+    def prepare_config_and_inputs_for_common(self):
+        config, inputs = super().prepare_config_and_inputs_for_common()
+        inputs.pop("context_input_ids", None)
+        return config, {**inputs, "decoder_input_ids": inputs["input_ids"].flip(1)}
+
+
 class FamilyTests:
     """What all methods' test classes share; `case` is the method's plainest setting."""
 
+    model_tester_class = ModelTester
     test_resize_embeddings = False
     # Neither do parts that read contexts have one in a step on text alone, nor those of a training-free method ever.
     test_all_params_have_gradient = False
 
     def setUp(self):
         test = self._testMethodName
-        reason = NOT_APPLICABLE.get(test) or NOT_APPLICABLE_TO.get((self.case.method.name, test))
+        name = self.all_model_classes[-1].config_class.model_type.removesuffix("_compressor")
+        reason = NOT_APPLICABLE.get(test) or NOT_APPLICABLE_TO.get((name, test))
         if reason is not None:
             self.skipTest(reason)
-        self.model_tester = ModelTester(self.case, not test.startswith(tuple(WITHOUT_CONTEXT)))
+        self.model_tester = self.model_tester_class(self.case, not test.startswith(tuple(WITHOUT_CONTEXT)))
         if test.startswith("test_training"):
             # The backbone has no loss.
-            self.all_model_classes = (self.case.method.causal_lm_class,)
+            self.all_model_classes = self.all_model_classes[-1:]
 
     def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
         inputs = super()._prepare_for_class(inputs_dict, model_class)
-        if return_labels and model_class is self.case.method.causal_lm_class:
-            inputs["labels"] = inputs["input_ids"].clone()
+        if return_labels and model_class is self.all_model_classes[-1]:
+            inputs["labels"] = inputs.get("decoder_input_ids", inputs["input_ids"]).clone()
         return inputs
 
 
@@ -91,3 +113,9 @@ for method in METHODS + TRAINING_FREE:
     name = f"Test{method.causal_lm_class.__name__}"
     fields = {"case": Case(method), "all_model_classes": (method.model_class, method.causal_lm_class)}
     globals()[name] = type(name, (FamilyTests, *MIXINS, unittest.TestCase), fields)
+
+
+class TestDeCALForConditionalGeneration(FamilyTests, *MIXINS, unittest.TestCase):
+    model_tester_class, case, is_encoder_decoder = DeCALTester, None, True
+    # `DeCALModel` is the encoder alone, with outputs of its own.
+    all_model_classes = (DeCALForConditionalGeneration,)
