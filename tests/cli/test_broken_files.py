@@ -46,6 +46,11 @@ def _no_tokenizer(folder: Path):
         file.unlink()
 
 
+def _link_to_itself(folder: Path):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("model.safetensors")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -55,6 +60,7 @@ def _no_tokenizer(folder: Path):
         (_nested_configuration, "config.json cannot be used (RecursionError"),
         (_other_tokenizer, "tokenizer.json or config.json cannot be used (KeyError"),
         (_no_json, "tokenizer.json or config.json cannot be used (JSONDecodeError"),
+        (_link_to_itself, "no file named model.safetensors"),
         (_no_tokenizer, "has no tokenizer: put its files, such as tokenizer.json, beside the weights"),
     ],
 )
