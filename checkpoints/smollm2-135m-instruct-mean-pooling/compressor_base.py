@@ -3628,9 +3628,12 @@ def check_context_length(
 
 def check_keywords(keywords: Mapping[str, Any]) -> None:
     """Raise `TypeError` for misspelt keywords of `forward`, which the language model would swallow."""
+    if torch.compiler.is_compiling():
+        # Dynamo would trace the search for near names line by line.
+        return
     for name in keywords:
-        nearest = nearest_name(name.lower(), _KEYWORDS, similarity=0.8)
-        if nearest is not None and name not in _KEYWORDS:
+        nearest = None if name in _KEYWORDS else nearest_name(name.lower(), _KEYWORDS, similarity=0.8)
+        if nearest is not None:
             raise TypeError(f"unexpected argument {name!r}; did you mean {nearest!r}?")
 
 

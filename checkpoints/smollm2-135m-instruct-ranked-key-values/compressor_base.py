@@ -3719,9 +3719,12 @@ def check_context_length(
 
 def check_keywords(keywords: Mapping[str, Any]) -> None:
     """Raise `TypeError` for misspelt keywords of `forward`, which the language model would swallow."""
+    if torch.compiler.is_compiling():
+        # Dynamo would trace the search for near names line by line.
+        return
     for name in keywords:
-        nearest = nearest_name(name.lower(), _KEYWORDS, similarity=0.8)
-        if nearest is not None and name not in _KEYWORDS:
+        nearest = None if name in _KEYWORDS else nearest_name(name.lower(), _KEYWORDS, similarity=0.8)
+        if nearest is not None:
             raise TypeError(f"unexpected argument {name!r}; did you mean {nearest!r}?")
 
 
@@ -5349,6 +5352,8 @@ class HeadwiseModel(CompressorModel):
     def _no_slots(self, num_chunks: int) -> Any:
         return self._room(num_chunks, 0) if self._reads_by_heads else super()._no_slots(num_chunks)
 
+    # Dynamo would trace the copying of all modules, for minutes.
+    @torch.compiler.disable
     @torch.no_grad()
     def repeated_attention(
         self, key_values: KeyValues, mask: Tensor, next_positions: Tensor, chunks: Chunks, repeat_size: int

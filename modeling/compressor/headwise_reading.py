@@ -314,6 +314,8 @@ class HeadwiseModel(CompressorModel):
     def _no_slots(self, num_chunks: int) -> Any:
         return self._room(num_chunks, 0) if self._reads_by_heads else super()._no_slots(num_chunks)
 
+    # Dynamo would trace the copying of all modules, for minutes.
+    @torch.compiler.disable
     @torch.no_grad()
     def repeated_attention(
         self, key_values: KeyValues, mask: Tensor, next_positions: Tensor, chunks: Chunks, repeat_size: int
