@@ -23,6 +23,7 @@ _COMMANDS = {
     "ask": "answer questions from memory files or documents",
     "serve": "serve memories and the chat that reads them: OpenAI's API, a page to try them on, files for agents",
     "demo": "answer questions about five pages in the terminal",
+    "convert": "make a checkpoint of this package from a published one of another code base",
     "publish card": "write a checkpoint's card from its training run and its evaluation",
     "publish upload": "build a Hub repository from a checkpoint, and push it",
     "publish export-decoder": "write the decoder as a plain language model or LoRA adapter, for vLLM and others",

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published checkpoints of other code bases, as checkpoints of this package's methods.
+
+A format says how a checkpoint is told, which fields its configuration becomes, and what its tensors are called here.
+Every tensor must be known, and none may be missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from .base_weights import base_name
+from .checkpoint_card import is_hub_id
+from .pretrained_bases import base_place
+
+Tensors = dict[str, Tensor]
+# The maps of a layer that LoRA is on, as PEFT names them behind a model's own prefix.
+_LORA = r"(layers\..*)\.lora_([AB])\.default\.weight"
+_ENCODER_LORA = r"model.language_model.\1.lora_\2.encoder.weight"
+
+
+@dataclass(frozen=True)
+class Format:
+    """A form of published checkpoints.
+
+    Args:
+        method: name of the method here.
+        told_by: whether a checkpoint's configuration, with its tensors, is of this form.
+        fields: the method's fields, of configuration and tensors.
+        names: patterns of tensors, and their names here; `None` for those that this package does not need.
+        prepare: splits and reshapes tensors first.
+        base: prefix of the base's own tensors in the checkpoint, beside the configuration field that describes the
+            base ("" for the whole configuration); `None` where the base is another repository.
+        license: of the weights, as the Hub writes it; `None` where it is the base's or unknown.
+    """
+
+    method: str
+    told_by: Callable[[Mapping[str, Any], Tensors], bool]
+    fields: Callable[[Mapping[str, Any], Tensors], dict[str, Any]]
+    names: Sequence[tuple[str, str | None]]
+    prepare: Callable[[Tensors], Tensors] = lambda tensors: tensors
+    base: tuple[str, str] | None = None
+    license: str | None = None
+
+
+def _ratio(chunk_size: int, num_slots: int) -> int:
+    """The lowest ratio at which a chunk has so many slots."""
+    ratio = math.ceil(chunk_size / num_slots)
+    if math.ceil(chunk_size / ratio) != num_slots:
+        raise ValueError(f"no whole ratio gives {num_slots} slots for chunks of {chunk_size} tokens")
+    return ratio
+
+
+def _lora(tensors: Tensors, alpha: float) -> dict[str, Any]:
+    """Settings of the adapter among the tensors; its alpha is in the authors' code alone."""
+    names = [name for name in tensors if ".lora_A." in name]
+    targets = sorted({name.partition(".lora_A.")[0].rpartition(".")[2] for name in names})
+    rank = tensors[names[0]].shape[0]
+    return {"rank": rank, "alpha": alpha, "dropout": 0.05, "target_modules": targets}
+
+
+# --- ComprExIT, github.com/Jiangnan0522/ComprExIT ---
+
+
+def _comprexit_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
+    for name, value in (("pooling_method", "ot-dy-src"), ("top_k_layers", -1), ("lora_compressor", False)):
+        if config.get(name, value) != value:
+            raise ValueError(f"{name} of the checkpoint must be {value!r}, got {config[name]!r}")
+    return {
+        "compression_ratios": (config.get("compression_ratio", 4),),
+        "chunk_size": config["map_reduce_seg_len"] if config.get("trained_with_map_reduce") else None,
+        "gate_size": config["layerwise_pooling_gate_hidden"],
+        "gate_temperature": config["layerwise_pooling_temperature"],
+        "window_size": config["ot_window_size"],
+        "metric_size": config["ot_metric_dim"],
+        "transport_iterations": config["ot_n_iter"],
+    }
+
+
+_COMPREXIT_NAMES = [
+    (r"pooling_layer\.query_fusion_weights", "model.layer_gate.layer_prior"),
+    (r"pooling_layer\.layer_fusion_q_prj\.(.+)", r"model.layer_gate.context.\1"),
+    (r"pooling_layer\.layer_fusion_k_prj\.(.+)", r"model.layer_gate.layer.\1"),
+    (r"pooling_layer\.layer_fusion_v_prj\.(.+)", r"model.layer_gate.anchor.\1"),
+    (r"pooling_layer\.layer_fusion_layer_embeddings", "model.layer_gate.layer_embeddings"),
+    (r"pooling_layer\.metric_ln\.(.+)", r"model.transmission.metric.0.\1"),
+    (r"pooling_layer\.metric_prj\.(.+)", r"model.transmission.metric.1.\1"),
+    (r"pooling_layer\.source_mass\.ln\.(.+)", r"model.transmission.sender_score.0.\1"),
+    (r"pooling_layer\.source_mass\.mass_prj\.(.+)", r"model.transmission.sender_score.1.\1"),
+    (r"pooling_layer\.value_ln\.(.+)", r"model.transmission.value_norm.\1"),
+    (r"pooling_layer\.value_prj\.(.+)", r"model.transmission.value.\1"),
+    (r"projector\.mlp\.(0|2)\.(.+)", r"model.slot_mlp.\1.\2"),
+]
+
+# --- its ICAE ---
+
+
+def _comprexit_icae_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
+    chunk_size, num_slots = config["context_length"], tensors["memory_embeddings"].shape[0]
+    return {
+        "compression_ratios": (_ratio(chunk_size, num_slots),),
+        "chunk_size": chunk_size,
+        "memory_tokens": "fixed",
+        "task_token_ids": {},
+        "bos_before_slots": True,
+        "encoder_lora": _lora(tensors, config["lora_alpha"]),
+    }
+
+
+# --- ICAE, github.com/getao/icae, second version ---
+
+
+def _icae_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
+    num_slots = tensors["memory_embeddings"].shape[0]
+    # Of its code: four tokens for each memory token, alpha 32.
+    fields = {"compression_ratios": (4,), "chunk_size": 4 * num_slots, "memory_tokens": "fixed"}
+    return {**fields, "encoder_lora": _lora(tensors, 32.0)}
+
+
+def _icae_tokens(tensors: Tensors) -> Tensors:
+    """The table has memory tokens, and behind them [AE], [LM] and [FT]; questions are behind the last one."""
+    table = tensors.pop("memory_token_embed.weight")
+    return {**tensors, "memory_embeddings": table[:-3], "task_embeddings": table[[-3, -1]]}
+
+
+# --- 500xCompressor, github.com/ZongqianLi/500xCompressor ---
+
+_500X_CHUNK = 500
+
+
+def _500x_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
+    return {
+        "compression_ratios": (_ratio(_500X_CHUNK, tensors["memory_embeddings"].shape[0]),),
+        "chunk_size": _500X_CHUNK,
+        "memory_tokens": "fixed",
+        "reconstruction_trigger": "bos",
+        "task_token_ids": {},
+        "bos_before_text": False,
+        "encoder_lora": _lora(tensors, 32.0),
+    }
+
+
+def _500x_tensors(tensors: Tensors) -> Tensors:
+    """The query map of the last layer bears on no key or value."""
+    last = max(int(found[1]) for name in tensors if (found := re.search(r"\.layers\.(\d+)\.", name)))
+    idle = re.compile(rf"\.layers\.{last}\.self_attn\.(?!k_proj|v_proj)")
+    tensors = {name: tensor for name, tensor in tensors.items() if not idle.search(name)}
+    return {**tensors, "memory_embeddings": tensors["memory_embeddings"][0]}
+
+
+# --- AutoCompressor, github.com/princeton-nlp/AutoCompressors, on Llama ---
+
+
+def _autocompressor_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
+    # Its longest segments.
+    chunk_size, num_slots = 1536, config["summary_length"]
+    return {
+        "compression_ratios": (_ratio(chunk_size, num_slots),),
+        "chunk_size": chunk_size,
+        "accumulate_summaries": config["accumulate_summary"],
+        "encoder_lora": None,
+        "decoder_lora": None,
+    }
+
+
+# --- LCLM, github.com/LeonLixyz/LCLM ---
+
+
+def _lclm_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
+    for name, value in (("pooling", "mean"), ("adapter_type", "mlp"), ("boundary_overlap", 0)):
+        if config[name] != value:
+            raise ValueError(f"{name} of the checkpoint must be {value!r}, got {config[name]!r}")
+    return {
+        "compression_ratios": (config["compression_ratio"],),
+        "chunk_size": config["encoder_window_size"],
+        "encoder_attention": config["encoder_mask_type"],
+        "encoder_lora": None,
+        "decoder_lora": None,
+        "linear_after_pooling": False,
+        "normed_mlp_size": tensors["fc1.weight"].shape[0],
+        "normed_mlp_bias": True,
+    }
+
+
+FORMATS: dict[str, Format] = {
+    "comprexit": Format(
+        method="comprexit",
+        told_by=lambda config, tensors: config.get("architectures") == ["HierarchicalCompressor"],
+        fields=_comprexit_fields,
+        names=_COMPREXIT_NAMES,
+        # The frozen base is stored under one of two names.
+        prepare=lambda tensors: {key.replace("compressor.backbone.", "lm.model."): t for key, t in tensors.items()},
+        base=("lm.", "backbone_config_dict"),
+        license="llama3.2",
+    ),
+    "comprexit_icae": Format(
+        method="icae",
+        told_by=lambda config, tensors: config.get("architectures") == ["ICAE"],
+        fields=_comprexit_icae_fields,
+        names=[
+            (r"memory_embeddings", "model.memory_embeddings"),
+            (rf"compressor\.base_model\.model\.backbone\.{_LORA}", _ENCODER_LORA),
+            # The frozen base once more, and a token of reconstruction that training did not use.
+            (r"compressor\.base_model\.model\.backbone\.(?!.*lora_).+|ae_embedding", None),
+        ],
+        prepare=lambda tensors: {**tensors, "memory_embeddings": tensors["memory_embeddings"][0]},
+        base=("lm.", "backbone_config_dict"),
+        license="llama3.2",
+    ),
+    "icae": Format(
+        method="icae",
+        told_by=lambda config, tensors: "memory_token_embed.weight" in tensors,
+        fields=_icae_fields,
+        names=[
+            (r"(memory|task)_embeddings", r"model.\1_embeddings"),
+            (rf"icae\.base_model\.model\.model\.{_LORA}", _ENCODER_LORA),
+        ],
+        prepare=_icae_tokens,
+    ),
+    "500xcompressor": Format(
+        method="five_hundred_x",
+        told_by=lambda config, tensors: any(name.startswith("llama.base_model.model.") for name in tensors),
+        fields=_500x_fields,
+        names=[
+            (r"memory_embeddings", "model.memory_embeddings"),
+            (rf"llama\.base_model\.model\.model\.{_LORA}", _ENCODER_LORA),
+        ],
+        prepare=_500x_tensors,
+    ),
+    "autocompressor": Format(
+        method="autocompressor",
+        told_by=lambda config, tensors: "summary_length" in config and config.get("model_type") == "llama",
+        fields=_autocompressor_fields,
+        names=[(r"embed_summary\.weight", "model.memory_embeddings")],
+        base=("", ""),
+        license="llama2",
+    ),
+    "lclm": Format(
+        method="mean_pooling",
+        told_by=lambda config, tensors: "encoder_window_size" in config,
+        fields=_lclm_fields,
+        names=[
+            (r"norm\.weight", "model.slot_mlp.0.weight"),
+            (r"fc1\.(.+)", r"model.slot_mlp.1.\1"),
+            (r"fc2\.(.+)", r"model.slot_mlp.3.\1"),
+        ],
+    ),
+}
+
+
+def convert(name: str, output: str | Path, base: str | None = None) -> str:
+    """Write a published checkpoint as one of this package.
+
+    Args:
+        name: Hub id or folder, or a single file of tensors.
+        output: folder to write; it does not exist, or is empty.
+        base: Hub id or folder of the language model, for checkpoints that lack it.
+
+    Returns:
+        The format's name.
+
+    Raises:
+        ValueError: an unknown format, tensors that are unknown, missing or of another shape, a base that is missing
+            or not wanted, or an `output` with files in it.
+    """
+    from huggingface_hub import ModelCard, snapshot_download
+
+    from .. import from_base
+
+    output = Path(output)
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"{output} is not empty")
+    place = Path(name) if Path(name).exists() else Path(snapshot_download(name))
+    config, tensors = _read(place)
+    found = next((key for key, form in FORMATS.items() if form.told_by(config, tensors)), None)
+    if found is None:
+        raise ValueError(f"{name} is in none of the known formats, {', '.join(FORMATS)}")
+    form = FORMATS[found]
+    tensors = form.prepare(tensors)
+    renamed, others = _renamed(tensors, form)
+    if others and form.base is None:
+        raise ValueError(f"{name} has {len(others)} unknown tensors, the first is {min(others)!r}")
+    with _base_folder(place, config, others, form, base) as (folder, encoder):
+        fields = form.fields(config, tensors)
+        model = from_base(folder, method=form.method, encoder=encoder, dtype="auto", **fields)
+        _take(model, renamed, name)
+        if base is None:
+            model.config.base_model_name_or_path = name if is_hub_id(name) else Path(name).name
+        model.save_pretrained(output, include_base=None if base else True)
+        AutoTokenizer.from_pretrained(folder).save_pretrained(output)
+    card = ModelCard.load(output / "README.md")
+    card.data.license = form.license
+    card.save(output / "README.md")
+    return found
+
+
+def _read(place: Path) -> tuple[dict[str, Any], Tensors]:
+    """A checkpoint's configuration, if it has one, and its tensors; of an LCLM those of its adapter alone."""
+    if place.is_file():
+        return {}, _tensors_of(place)
+    described = [file for name in ("model_config.json", "config.json") if (file := place / name).is_file()]
+    config = json.loads(described[0].read_text(encoding="utf-8")) if described else {}
+    folder = place / "adapter" if (place / "adapter").is_dir() else place
+    files = sorted(folder.glob("*.safetensors")) or sorted(
+        file for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern)
+    )
+    return config, {key: tensor for file in files for key, tensor in _tensors_of(file).items()}
+
+
+def _tensors_of(file: Path) -> Tensors:
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _renamed(tensors: Tensors, form: Format) -> tuple[Tensors, Tensors]:
+    """The method's tensors by their names here, and all others, but for those that are not needed."""
+    renamed, others = {}, {}
+    for key, tensor in tensors.items():
+        found = next((pair for pair in form.names if re.fullmatch(pair[0], key)), None)
+        if found is None:
+            others[key] = tensor
+        elif found[1] is not None:
+            renamed[re.sub(found[0], found[1], key)] = tensor
+    return renamed, others
+
+
+@contextmanager
+def _base_folder(
+    place: Path, config: Mapping[str, Any], tensors: Tensors, form: Format, base: str | None
+) -> Iterator[tuple[str, str | None]]:
+    """The language model that a checkpoint is on, as something to load, and its encoder if it has one of its own."""
+    has_folders = (place / "decoder").is_dir()
+    if (base is None) == (form.base is None and not has_folders):
+        what = "lacks its base: name it with --base" if base is None else "has its base: leave --base out"
+        raise ValueError(f"the checkpoint {what}")
+    if base is not None:
+        yield str(base_place(base)), None
+    elif has_folders:
+        yield str(place / "decoder"), str(place / "encoder")
+    else:
+        prefix, field = form.base or ("", "")
+        described = dict(config[field] if field else config)
+        described.pop("auto_map", None)
+        base_config = CONFIG_MAPPING[described["model_type"]].from_dict(described)
+        state = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+        table = state["model.embed_tokens.weight"]
+        base_config.vocab_size = len(table)
+        model = AutoModelForCausalLM.from_config(base_config, dtype=table.dtype)
+        missing, unknown = model.load_state_dict(state, strict=False)
+        wrong = [key for key in missing if key not in model.all_tied_weights_keys]
+        wrong += [key for key in unknown if not key.endswith("rotary_emb.inv_freq")]
+        if wrong:
+            raise ValueError(f"the checkpoint {'lacks' if wrong[0] in missing else 'has the unknown'} {wrong[0]!r}")
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            AutoTokenizer.from_pretrained(place).save_pretrained(folder)
+            yield folder, None
+
+
+@torch.no_grad()
+def _take(model: Any, tensors: Tensors, name: str) -> None:
+    """Give a compressor's own parameters their values; `ValueError` unless each has one of its shape."""
+    own = {key: parameter for key, parameter in model.named_parameters() if base_name(key) is None}
+    if unlike := sorted(own.keys() ^ tensors.keys()):
+        what = "lacks" if unlike[0] in own else "has more than the method needs:"
+        raise ValueError(f"{name} {what} {unlike[0]!r}, and {len(unlike) - 1} more tensors differ")
+    for key, parameter in own.items():
+        if parameter.shape != tensors[key].shape:
+            shapes = tuple(tensors[key].shape), tuple(parameter.shape)
+            raise ValueError(f"{key} has the shape {shapes[0]} in {name}, and {shapes[1]} on this base")
+        parameter.copy_(tensors[key])

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny checkpoints in the form of each other code base, and a plain reading of their authors' equations."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_bases import base_config, ids_of
+from tiny_tokenizer import train_tokenizer
+from torch.nn.functional import gelu, layer_norm, linear, normalize
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from context_compressors import cli
+from context_compressors.modeling.checkpoint.published_formats import convert
+
+WIDTH, NUM_SLOTS = 32, 4
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(vocab_size=120, num_texts=5)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tokenizer):
+    """A tiny Llama with random weights, and its tokenizer."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("base")
+    LlamaForCausalLM(base_config(attn_implementation="eager")).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def drawn(*shape):
+    return torch.randn(shape) * 0.3
+
+
+def lora(prefix, rank=4, maps=("q_proj", "v_proj")):
+    """LoRA of two layers, by PEFT's names."""
+    tensors = {}
+    for layer in range(2):
+        for name in maps:
+            place, width = f"{prefix}layers.{layer}.self_attn.{name}", WIDTH if name == "q_proj" else WIDTH // 2
+            tensors[f"{place}.lora_A.default.weight"] = drawn(rank, WIDTH)
+            tensors[f"{place}.lora_B.default.weight"] = drawn(width, rank)
+    return tensors
+
+
+def adapted(base, tensors, prefix, scale):
+    """The base with an adapter in its weights: W + scale B A."""
+    model = LlamaForCausalLM.from_pretrained(base)
+    state = dict(model.model.named_parameters())
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            b = tensors[name.replace("lora_A", "lora_B")]
+            state[f"{name.removeprefix(prefix).partition('.lora_A')[0]}.weight"].data += scale * b @ a
+    return model.model
+
+
+def states(model, ids, tokens):
+    """States and cache of a text and of vectors behind it."""
+    embeddings = torch.cat([model.embed_tokens(ids), tokens[None].to(ids.device)], dim=1)
+    return model(inputs_embeds=embeddings, use_cache=True)
+
+
+def write(folder, tensors, config=None, file="model.safetensors"):
+    folder.mkdir(parents=True, exist_ok=True)
+    if file.endswith(".safetensors"):
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file)
+    else:
+        torch.save(tensors, folder / file)
+    if config is not None:
+        name = "model_config.json" if "encoder_window_size" in config else "config.json"
+        (folder / name).write_text(json.dumps(config))
+    return folder
+
+
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def of_base(base, prefix="lm."):
+    return {prefix + name: tensor for name, tensor in LlamaForCausalLM.from_pretrained(base).state_dict().items()}
+
+
+def comprexit(base, folder, tokenizer):
+    hidden, gate, states_ = WIDTH, 8, 3
+    parts = {
+        "query_fusion_weights": drawn(states_),
+        "layer_fusion_layer_embeddings": drawn(states_, gate),
+        **{f"layer_fusion_{name}_prj.weight": drawn(gate, hidden) for name in "qk"},
+        **{f"layer_fusion_{name}_prj.bias": drawn(gate) for name in "qk"},
+        "layer_fusion_v_prj.weight": drawn(hidden, hidden),
+        "layer_fusion_v_prj.bias": drawn(hidden),
+        **{f"{name}.weight": 1 + drawn(hidden) for name in ("metric_ln", "value_ln", "source_mass.ln")},
+        **{f"{name}.bias": drawn(hidden) for name in ("metric_ln", "value_ln", "source_mass.ln")},
+        "metric_prj.weight": drawn(6, hidden),
+        "metric_prj.bias": drawn(6),
+        "value_prj.weight": drawn(hidden, hidden),
+        "value_prj.bias": drawn(hidden),
+        "source_mass.mass_prj.weight": drawn(1, hidden),
+        "source_mass.mass_prj.bias": drawn(1),
+    }
+    mlp = {f"projector.mlp.{i}.{n}": drawn(*([hidden] * d)) for i in (0, 2) for n, d in (("weight", 2), ("bias", 1))}
+    config = {"architectures": ["HierarchicalCompressor"], "model_type": "hierarchical_compressor"}
+    config |= {"pooling_method": "ot-dy-src", "top_k_layers": -1, "compression_ratio": 4, "ot_n_iter": 30}
+    config |= {"layerwise_pooling_gate_hidden": gate, "layerwise_pooling_temperature": 0.7, "ot_window_size": 8}
+    config |= {"ot_metric_dim": 6, "backbone_config_dict": base_config().to_dict()}
+    tensors = {f"pooling_layer.{name}": tensor for name, tensor in parts.items()} | mlp | of_base(base)
+    write(folder, tensors, config)
+    tokenizer.save_pretrained(folder)
+
+    def slots(ids):
+        def mapped(name, x):
+            return linear(x, parts[f"{name}.weight"], parts[f"{name}.bias"])
+
+        def normed(name, x):
+            return layer_norm(x, (hidden,), parts[f"{name}.weight"], parts[f"{name}.bias"])
+
+        found = LlamaForCausalLM.from_pretrained(base).model(ids, output_hidden_states=True).hidden_states
+        layers = torch.stack(found, dim=2)[0]  # (tokens, layers, hidden)
+        query = mapped("layer_fusion_q_prj", parts["query_fusion_weights"].softmax(0) @ layers)
+        keys = mapped("layer_fusion_k_prj", layers) + parts["layer_fusion_layer_embeddings"]
+        weights = ((keys @ query[:, :, None])[..., 0] / gate**0.5 / 0.7).softmax(-1)
+        fused = (weights[:, None] @ mapped("layer_fusion_v_prj", layers))[:, 0]
+        rows = []
+        for window in fused.split(8):
+            anchors = torch.stack([block.mean(0) for block in window.split(4)])
+            senders, receivers = (
+                normalize(mapped("metric_prj", normed("metric_ln", x)), dim=-1) for x in (window, anchors)
+            )
+            mass = mapped("source_mass.mass_prj", normed("source_mass.ln", window))[:, 0].softmax(0)
+            mass, share = 0.95 * mass + 0.05 / len(window), 1 / len(anchors)
+            kernel = ((senders @ receivers.T - 1) / 0.1).exp()
+            right = torch.ones(len(anchors))
+            for _ in range(30):
+                left = mass / (kernel @ right)
+                right = share / (kernel.T @ left)
+            plan = left[:, None] * kernel * right
+            rows.append(plan.T @ mapped("value_prj", normed("value_ln", window)) / share)
+        pooled = torch.cat(rows)
+        inner = gelu(linear(pooled, mlp["projector.mlp.0.weight"], mlp["projector.mlp.0.bias"]))
+        return linear(inner, mlp["projector.mlp.2.weight"], mlp["projector.mlp.2.bias"])
+
+    return folder, slots, {}
+
+
+def comprexit_icae(base, folder, tokenizer):
+    prefix = "compressor.base_model.model.backbone."
+    tensors = {"memory_embeddings": drawn(1, NUM_SLOTS, WIDTH), "ae_embedding": drawn(1, 1, WIDTH), **lora(prefix)}
+    config = {"architectures": ["ICAE"], "model_type": "icae", "context_length": 16, "lora_alpha": 8}
+    config["backbone_config_dict"] = base_config().to_dict()
+    frozen = {f"{prefix}layers.0.self_attn.q_proj.base_layer.weight": drawn(WIDTH, WIDTH)}
+    write(folder, tensors | frozen | of_base(base), config)
+    tokenizer.save_pretrained(folder)
+
+    def slots(ids):
+        found = states(adapted(base, tensors, prefix, 8 / 4), ids, tensors["memory_embeddings"][0])
+        return found.last_hidden_state[0, -NUM_SLOTS:]
+
+    return folder, slots, {}
+
+
+def icae(base, folder, tokenizer):
+    prefix = "icae.base_model.model.model."
+    tensors = {"memory_token_embed.weight": drawn(NUM_SLOTS + 3, WIDTH), **lora(prefix)}
+    write(folder, tensors, file="mistral_7b_ft_icae.safetensors")
+
+    def slots(ids):
+        found = states(adapted(base, tensors, prefix, 32 / 4), ids, tensors["memory_token_embed.weight"][:NUM_SLOTS])
+        return found.last_hidden_state[0, -NUM_SLOTS:]
+
+    return folder / "mistral_7b_ft_icae.safetensors", slots, {"base": str(base)}
+
+
+def five_hundred_x(base, folder, tokenizer):
+    prefix = "llama.base_model.model.model."
+    tensors = {"memory_embeddings": drawn(1, NUM_SLOTS, WIDTH), **lora(prefix)}
+    write(folder, tensors, file="lora_qa.pt")
+
+    def slots(ids):
+        found = states(adapted(base, tensors, prefix, 32 / 4), ids, tensors["memory_embeddings"][0])
+        return torch.cat(
+            [t[0, :, -NUM_SLOTS:].flatten() for c in found.past_key_values.layers for t in (c.keys, c.values)]
+        )
+
+    return folder / "lora_qa.pt", slots, {"base": str(base)}
+
+
+def autocompressor(base, folder, tokenizer):
+    tokens = drawn(NUM_SLOTS, WIDTH)
+    config = {**base_config().to_dict(), "summary_length": NUM_SLOTS, "accumulate_summary": True}
+    config["architectures"] = ["LlamaAutoCompressorModel"]
+    write(folder, {"embed_summary.weight": tokens, **of_base(base, "")}, config, "pytorch_model.bin")
+    tokenizer.save_pretrained(folder)
+
+    def slots(ids):
+        return states(LlamaForCausalLM.from_pretrained(base).model, ids, tokens).last_hidden_state[0, -NUM_SLOTS:]
+
+    return folder, slots, {}
+
+
+def lclm(base, folder, tokenizer):
+    adapter = {"norm.weight": 1 + drawn(WIDTH), "fc1.weight": drawn(WIDTH, WIDTH), "fc1.bias": drawn(WIDTH)}
+    adapter |= {"fc2.weight": drawn(WIDTH, WIDTH), "fc2.bias": drawn(WIDTH)}
+    write(folder / "adapter", adapter, file="adapter.safetensors")
+    config = {"compression_ratio": 4, "encoder_window_size": 8, "pooling": "mean", "encoder_mask_type": "causal"}
+    (folder / "model_config.json").write_text(json.dumps({**config, "boundary_overlap": 0, "adapter_type": "mlp"}))
+    encoder = LlamaForCausalLM(base_config(attn_implementation="eager")).model
+    for name, model in (("decoder", LlamaForCausalLM.from_pretrained(base)), ("encoder", encoder)):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+    def slots(ids):
+        windows = [encoder.eval()(window).last_hidden_state[0] for window in ids.split(8, dim=1)]
+        pooled = torch.cat([torch.stack([block.mean(0) for block in window.split(4)]) for window in windows])
+        normed = pooled * (pooled.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * adapter["norm.weight"]
+        inner = gelu(linear(normed, adapter["fc1.weight"], adapter["fc1.bias"]))
+        return linear(inner, adapter["fc2.weight"], adapter["fc2.bias"])
+
+    return folder, slots, {}
+
+
+FORMS = [comprexit, comprexit_icae, icae, five_hundred_x, autocompressor, lclm]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@torch.no_grad()
+def test_a_published_checkpoint_makes_the_memory_of_its_authors_equations(form, base, tokenizer, tmp_path):
+    torch.manual_seed(1)
+    place, slots, options = form(base, tmp_path / "published", tokenizer)
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    assert cli.main(["convert", str(place), str(tmp_path / "out"), *words]) == 0
+    model, ids = load(tmp_path / "out"), ids_of(14, most=100)
+    expected = slots(ids)
+    memory = model.compress(ids)
+    if memory.key_values is None:
+        found = memory.embeddings[0]
+    else:
+        found = torch.cat([tensor[0].flatten() for pair in memory.key_values for tensor in pair])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    output = model.generate(ids_of(3, seed=1, most=100), memory=memory, max_new_tokens=2)
+    assert output.shape[1] == 5
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("a").input_ids
+
+
+@pytest.mark.slow
+def test_unknown_missing_and_foreign_tensors_are_refused_by_name(base, tokenizer, tmp_path):
+    place, _, options = icae(base, tmp_path / "published", tokenizer)
+    prefix = "icae.base_model.model.model."
+    tensors = {"memory_token_embed.weight": drawn(NUM_SLOTS + 3, WIDTH), **lora(prefix)}
+    with pytest.raises(ValueError, match="lacks its base: name it with --base"):
+        convert(str(place), tmp_path / "out")
+    for changes, message in (
+        ({"surplus.weight": drawn(2)}, "1 unknown tensors, the first is 'surplus.weight'"),
+        ({f"{prefix}layers.1.self_attn.v_proj.lora_B.default.weight": None}, r"lacks 'model\..*layers.1.*lora_B"),
+        ({"memory_token_embed.weight": drawn(NUM_SLOTS + 3, 8)}, r"the shape \(\d, 8\)"),
+    ):
+        changed = {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}
+        write(place.parent, changed, file=place.name)
+        with pytest.raises(ValueError, match=message):
+            convert(str(place), tmp_path / "out", **options)
+    write(place.parent, {"weight": drawn(2)}, file=place.name)
+    with pytest.raises(ValueError, match="in none of the known formats, comprexit, "):
+        convert(str(place), tmp_path / "out", **options)
