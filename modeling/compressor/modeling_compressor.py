@@ -23,6 +23,7 @@ from ..checkpoint.base_weights import share_weights
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import (
     aligned_right,
+    check_has_key_values,
     check_sliding_window,
     filled_cache,
     note_cached_pairs,
@@ -77,7 +78,10 @@ class CompressorModel(CompressorBackbone):
     # The method's own modules and parameters, by name: they train, and are float32.
     method_parts: tuple[str, ...] = ()
     # Types of language models that it is tested on.
-    checked_architectures: tuple[str, ...] = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
+    checked_architectures: tuple[str, ...] = (
+        *("llama", "qwen2", "qwen3", "mistral", "gemma2"),
+        *("qwen3_5_text", "qwen3_next", "gemma3_text", "smollm3"),
+    )
     # The LM head of a full checkpoint is not part of the backbone.
     _keys_to_ignore_on_load_unexpected = [r"lm_head\.weight"]
 
@@ -85,6 +89,8 @@ class CompressorModel(CompressorBackbone):
         super().__init__(config)
         self._keep_in_fp32_modules_strict = ["lora_A", "lora_B", *_COMMON_PARTS, *self.method_parts]
         dtype = torch.get_default_dtype()
+        if config.carrier == "key_values":
+            check_has_key_values(config.decoder_config)
         for part in (config.decoder_config, config.encoder_config):
             if part is not None and part.model_type not in self.checked_architectures:
                 logger.warning_once(

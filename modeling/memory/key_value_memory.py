@@ -14,6 +14,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..parts.packing import take_places
 from .compressed_context import CompressedContext, KeyValues
 
+# Kinds of layers that keep keys and values.
+_KEY_VALUE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 # Frequencies that do not depend on the length of the sequence, so that keys can be rotated on.
 _FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", None)
 # Families that rotate neighbouring channels, and not the halves of a key, against each other.
@@ -202,6 +204,16 @@ def cache_bytes(cache: Cache) -> int:
     held = [*((layer.keys, layer.values) for layer in cache.layers)]
     held += [(group.keys, group.values) for layer in layers for group in layer]
     return sum(keys.nbytes + values.nbytes for keys, values in held)
+
+
+def check_has_key_values(config: Any) -> None:
+    """Refuse a language model some of whose layers have a state of fixed size in place of keys and values."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - set(_KEY_VALUE_LAYERS)
+    if kinds:
+        raise ValueError(
+            f"layers of the kind {sorted(kinds)[0]!r} have no keys and values: a base of type {config.model_type!r} "
+            "goes with methods whose slots are embeddings"
+        )
 
 
 def check_same_key_values(config: Any) -> None:

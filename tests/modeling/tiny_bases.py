@@ -4,7 +4,17 @@
 from typing import Any
 
 import torch
-from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+    SmolLM3Config,
+)
 
 VOCAB_SIZE, HIDDEN_SIZE = 128, 32
 PAD, BOS, EOS = 0, 1, 2
@@ -22,6 +32,26 @@ BASES: dict[str, tuple[type, dict[str, Any]]] = {
         {"sliding_window": 8, "head_dim": 12, "query_pre_attn_scalar": 12, "final_logit_softcapping": 2.0},
     ),
 }
+# Every second layer has full attention, the others a state of fixed size.
+_HYBRID = {
+    **{"linear_conv_kernel_dim": 3, "linear_key_head_dim": 6, "linear_value_head_dim": 8},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 16},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+# Those of `test_new_bases.py`, outside of the matrix.
+NEW_BASES: dict[str, tuple[type, dict[str, Any]]] = {
+    "qwen3_5": (Qwen3_5TextConfig, _HYBRID),
+    "qwen3_next": (Qwen3NextConfig, {**_HYBRID, "mlp_only_layers": [0, 1]}),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            **{"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 256},
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    # Its second layer has no positions.
+    "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0]}),
+}
 # transformers has no sdpa for Gemma 2, whose attention scores are capped.
 BACKBONES = [
     (name, attention) for name in BASES for attention in ("eager", "sdpa") if (name, attention) != ("gemma2", "sdpa")
@@ -32,7 +62,7 @@ FAR_APART = [("llama", "sdpa"), ("gemma2", "eager")]
 
 def base_config(architecture: str = "llama", **fields: Any) -> Any:
     """Configuration of a tiny language model."""
-    config_class, own_fields = BASES[architecture]
+    config_class, own_fields = {**BASES, **NEW_BASES}[architecture]
     return config_class(
         **{
             "vocab_size": VOCAB_SIZE,

@@ -359,7 +359,7 @@ class Case:
     def config(self, **fields: Any) -> Any:
         fields = {**self.fields, **fields}
         window = {}
-        if self.method.sliding_window and "sliding_window" in BASES[self.architecture][1]:
+        if self.method.sliding_window and "sliding_window" in BASES.get(self.architecture, (None, ()))[1]:
             window = {"sliding_window": self.method.sliding_window}
         for name in ("decoder_config", "encoder_config"):
             if name == "decoder_config" or fields.get(name) is not None:
