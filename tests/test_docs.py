@@ -18,7 +18,7 @@ PAGES = sorted(path.stem for path in DOCS.glob("*.md"))
 ALL_PAGES = sorted(path.relative_to(DOCS).as_posix().removesuffix(".md") for path in DOCS.rglob("*.md"))
 # What a page only shows: it needs a network, a server, several GPUs, large files or a shell of one's own.
 SHOWN = ("accelerate", "git", "make", "pip", "pytest", "python", "ray", "vllm", "hf", "curl", "context-compressors")
-SHOWN += ("trackio",)
+SHOWN += ("cd", "export", "trackio")
 
 
 def blocks(page: str) -> list[pages.Block]:
