@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Space that shows the page of a checkpoint: set the variable MODEL to its repository."""
+"""A Space that serves the page of a checkpoint: set the variable MODEL to its repository."""
 
 import os
 

@@ -534,6 +534,8 @@ class MeanPoolingConfig(CompressorConfig):
         normed_mlp_size (`int`, *optional*):
             Width of a perceptron in W's place: RMS norm, linear map, GELU, linear map, without biases. It goes with
             `linear_after_pooling=False`.
+        normed_mlp_bias (`bool`, defaults to `False`):
+            Whether its linear maps have biases (LCLM's code).
         encoder_type (`str`, defaults to `"language_model"`):
             What is pooled: the encoder's last hidden states, or `"embeddings"`, the decoder's token embeddings.
         encoder_attention (`str`, defaults to `"bidirectional"`):
@@ -550,12 +552,14 @@ class MeanPoolingConfig(CompressorConfig):
         decoder_lora: dict[str, Any] | str | None = "default",
         linear_after_pooling: bool = True,
         normed_mlp_size: int | None = None,
+        normed_mlp_bias: bool = False,
         encoder_type: str = "language_model",
         encoder_attention: str = "bidirectional",
         **kwargs: Any,
     ):
         self.linear_after_pooling = linear_after_pooling
         self.normed_mlp_size = positive_int_or_none("normed_mlp_size", normed_mlp_size)
+        self.normed_mlp_bias = normed_mlp_bias
         if self.linear_after_pooling and normed_mlp_size is not None:
             raise ValueError(
                 "`normed_mlp_size` stands in W's place and goes with `linear_after_pooling=False`, got "

@@ -34,8 +34,8 @@ class MeanPoolingModel(CompressorModel):
             )
         self.slot_mlp = None
         if config.normed_mlp_size is not None:
-            up = Float32Linear(encoder_width, config.normed_mlp_size, bias=False)
-            down = Float32Linear(config.normed_mlp_size, config.hidden_size, bias=False)
+            up = Float32Linear(encoder_width, config.normed_mlp_size, bias=config.normed_mlp_bias)
+            down = Float32Linear(config.normed_mlp_size, config.hidden_size, bias=config.normed_mlp_bias)
             self.slot_mlp = nn.Sequential(nn.RMSNorm(encoder_width, eps=1e-6), up, nn.GELU(), down)
         self.post_init()
 

@@ -3782,6 +3782,8 @@ def warn_about_positions(decoder_config: Any, num_slots: int, num_text_tokens: i
 
 # memory/key_value_memory.py
 
+# Kinds of layers that keep keys and values.
+_KEY_VALUE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 # Frequencies that do not depend on the length of the sequence, so that keys can be rotated on.
 _FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", None)
 # Families that rotate neighbouring channels, and not the halves of a key, against each other.
@@ -3925,6 +3927,16 @@ def key_value_shape(config: Any) -> tuple[int, int, int]:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
+def check_has_key_values(config: Any) -> None:
+    """Refuse a language model some of whose layers have a state of fixed size in place of keys and values."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - set(_KEY_VALUE_LAYERS)
+    if kinds:
+        raise ValueError(
+            f"layers of the kind {sorted(kinds)[0]!r} have no keys and values: a base of type {config.model_type!r} "
+            "goes with methods whose slots are embeddings"
+        )
 
 
 def sliding_window(config: Any) -> int | None:
@@ -4472,7 +4484,10 @@ class CompressorModel(CompressorBackbone):
     # The method's own modules and parameters, by name: they train, and are float32.
     method_parts: tuple[str, ...] = ()
     # Types of language models that it is tested on.
-    checked_architectures: tuple[str, ...] = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
+    checked_architectures: tuple[str, ...] = (
+        *("llama", "qwen2", "qwen3", "mistral", "gemma2"),
+        *("qwen3_5_text", "qwen3_next", "gemma3_text", "smollm3"),
+    )
     # The LM head of a full checkpoint is not part of the backbone.
     _keys_to_ignore_on_load_unexpected = [r"lm_head\.weight"]
 
@@ -4480,6 +4495,8 @@ class CompressorModel(CompressorBackbone):
         super().__init__(config)
         self._keep_in_fp32_modules_strict = ["lora_A", "lora_B", *_COMMON_PARTS, *self.method_parts]
         dtype = torch.get_default_dtype()
+        if config.carrier == "key_values":
+            check_has_key_values(config.decoder_config)
         for part in (config.decoder_config, config.encoder_config):
             if part is not None and part.model_type not in self.checked_architectures:
                 logger.warning_once(
