@@ -19,17 +19,15 @@ class ActivationBeaconConfig(CompressorConfig):
     group of fewer than r tokens has a beacon, too; the authors' code keeps the tokens of the whole unfinished window.
 
     Args:
-        compression_ratios (`int` or sequence of `int`, defaults to `(2, 4, 8, 16, 32)`):
-            The authors'; in next-token training one of them is drawn for each window.
-        window_size (`int`, defaults to 1024):
-            Context tokens that are read at once (the authors' for Llama-3; 2,048 for Llama-2, 64 in ComprExIT's copy).
-            At a ratio that does not divide it, the largest multiple of the ratio below, and at least one group.
-        num_sinks (`int`, defaults to 0):
-            First tokens of a context whose own keys and values stay, too, in front of the beacons' (the authors' for
-            Llama-3: 1), at most half of the window. They are slots beside those of the ratio.
-        beacon_maps (sequence of `str`, defaults to `("query", "key", "value")`):
-            Which maps of attention beacons have for themselves, of `"query"`, `"key"`, `"value"` and `"output"`. In
-            the last layer beacons keep the base's query and output: nothing reads what they would change.
+        compression_ratios: The authors'; in next-token training one of them is drawn for each window.
+        window_size: Context tokens that are read at once (the authors' for Llama-3; 2,048 for Llama-2, 64 in
+            ComprExIT's copy). At a ratio that does not divide it, the largest multiple of the ratio below, and at
+            least one group.
+        num_sinks: First tokens of a context whose own keys and values stay, too, in front of the beacons' (the
+            authors' for Llama-3: 1), at most half of the window. They are slots beside those of the ratio.
+        beacon_maps: Which maps of attention beacons have for themselves, of `"query"`, `"key"`, `"value"` and
+            `"output"`. In the last layer beacons keep the base's query and output: nothing reads what they would
+            change.
         kwargs: fields of [`CompressorConfig`], without chunks, an adapter of the encoder or another layout.
     """
 

@@ -21,32 +21,22 @@ class AutoCompressorConfig(MemoryTokensConfig):
     LLoCO ("LLoCO: Learning Long Contexts Offline") is its second stage, `training_stage="reader"`.
 
     Args:
-        compression_ratios (`int` or sequence of `int`, defaults to `(31,)`):
-            1,536 tokens of a segment in ceil(1,536 / 31) = 50 summary vectors.
-        chunk_size (`int`, defaults to 1536):
-            Tokens of a segment; the last one may be shorter. In training their lengths are random.
-        accumulate_summaries (`bool`, defaults to `True`):
-            Whether a segment, and the decoder, read the summaries of all segments so far. `False`: the latest one
-            alone, as in the recurrent memory transformer (RMT).
-        encoder_lora (`dict` or `None`, defaults to rank 16, alpha 16, dropout 0.05 on the attention's four maps):
-            Of the authors' AutoCompressor on Llama-2-7B. On OPT all weights train: `None`, and
-            `trainable_parameters=["."]`.
-        shared_adapter (`bool`, *optional*):
-            One model reads segments and summaries throughout: `True` if not given, where there is an `encoder_lora`
-            and no encoder of its own.
-        decoder_lora (`dict` or `None`, *optional*):
-            Of LLoCO: an adapter beside the shared one, with which the decoder alone reads. If not given, rank 8, alpha
-            16, dropout 0.05 on the attention's four maps in the stage `"reader"`, and none before.
-        training_stage (`str`, defaults to `"compressor"`):
-            `"compressor"`: the shared adapter and the summary tokens train. `"reader"`: the decoder's own adapter
-            alone. What makes memories is then frozen, so that they are those of the checkpoint that it started from,
-            by name, too, and may have been made once and for all. It is part of the checkpoint.
-        memory_tokens (`str`, defaults to `"fixed"`):
-            As in the authors' code; `"by_ratio"`: a short segment takes fewer.
-        memory_start (`str`, defaults to `"eos"`):
-            Summary tokens start as copies of EOS.
-        task_token_ids (`dict[str, int]`, *optional*):
-            None by default.
+        compression_ratios: 1,536 tokens of a segment in ceil(1,536 / 31) = 50 summary vectors.
+        chunk_size: Tokens of a segment; the last one may be shorter. In training their lengths are random.
+        accumulate_summaries: Whether a segment, and the decoder, read the summaries of all segments so far. `False`:
+            the latest one alone, as in the recurrent memory transformer (RMT).
+        encoder_lora: Of the authors' AutoCompressor on Llama-2-7B. On OPT all weights train: `None`, and
+            `trainable_parameters=["."]`. Defaults to rank 16, alpha 16, dropout 0.05 on the attention's four maps.
+        shared_adapter: One model reads segments and summaries throughout: `True` if not given, where there is an
+            `encoder_lora` and no encoder of its own.
+        decoder_lora: Of LLoCO: an adapter beside the shared one, with which the decoder alone reads. If not given,
+            rank 8, alpha 16, dropout 0.05 on the attention's four maps in the stage `"reader"`, and none before.
+        training_stage: `"compressor"`: the shared adapter and the summary tokens train. `"reader"`: the decoder's own
+            adapter alone. What makes memories is then frozen, so that they are those of the checkpoint that it started
+            from, by name, too, and may have been made once and for all. It is part of the checkpoint.
+        memory_tokens: As in the authors' code; `"by_ratio"`: a short segment takes fewer.
+        memory_start: Summary tokens start as copies of EOS.
+        task_token_ids: None by default.
         kwargs: fields of [`MemoryTokensConfig`] and [`CompressorConfig`]. `position_layout` is `"default"`: positions
             count through a whole row, [summaries, segment, summary tokens].
     """

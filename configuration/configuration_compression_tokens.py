@@ -16,17 +16,15 @@ class CompressionTokensConfig(CompressorConfig):
     Mean-Pooling and Multi-Ratio Training" (section 3).
 
     Args:
-        compression_ratios (`int` or sequence of `int`, defaults to `(4, 8, 16, 32, 64, 128)`):
-            The ratios of section 5.1.
-        encoder_lora (`dict` or `None`, defaults to rank 16, alpha 16 on all linear maps):
-            Table 6.
-        decoder_lora (`dict` or `None`, defaults to rank 16, alpha 16 on all linear maps):
-            Table 6; encoder and decoder have separate LoRA weights.
-        token_attention (`str`, defaults to `"causal"`):
-            Whether a copy sees the copies in front of it only (`"causal"`) or all of them (`"bidirectional"`, which
-            needs eager or sdpa attention). The context is causal in both, and every copy sees all of it.
-        linear_after_encoder (`bool`, defaults to `True`):
-            Whether a learned map (hidden_size x hidden_size, the identity at the start) follows the encoder.
+        compression_ratios: The ratios of section 5.1.
+        encoder_lora: Table 6. Defaults to rank 16, alpha 16 on all linear maps.
+        decoder_lora: Table 6; encoder and decoder have separate LoRA weights. Defaults to rank 16, alpha 16 on all
+            linear maps.
+        token_attention: Whether a copy sees the copies in front of it only (`"causal"`) or all of them
+            (`"bidirectional"`, which needs eager or sdpa attention). The context is causal in both, and every copy
+            sees all of it.
+        linear_after_encoder: Whether a learned map (hidden_size x hidden_size, the identity at the start) follows the
+            encoder.
         kwargs: fields of [`CompressorConfig`].
     """
 

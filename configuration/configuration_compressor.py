@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration shared by every context compressor."""
 
-import os
 from bisect import bisect_left
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -43,61 +41,46 @@ class CompressorConfig(PreTrainedConfig):
     What every compressor has: a language model that decodes, one that encodes, ratios, chunks and positions.
 
     Args:
-        decoder_config (`PreTrainedConfig` or `dict`):
-            Configuration of the language model that reads the slots.
-        encoder_config (`PreTrainedConfig` or `dict`, *optional*):
-            Configuration of an encoder with weights of its own. `None`: the encoder is the decoder's own weights (held
-            once), and adapters make the difference.
-        base_model_name_or_path, base_model_revision (`str`, *optional*):
-            Hub repository or folder that the untouched weights come from, and its revision.
-        encoder_name_or_path, encoder_revision (`str`, *optional*):
-            Where an encoder with weights of its own comes from, if that is another model than the base.
-        encoder_tokenizer (`str`, *optional*):
-            Subfolder of the checkpoint with the tokenizer of contexts. `None`: contexts and texts have the same one.
-        compression_ratios (`int` or sequence of `int`, defaults to `(4,)`):
-            Context tokens per slot that the checkpoint is trained for, each at least 1. The first one is the default.
-        chunk_size (`int`, *optional*):
-            Context tokens per independently compressed chunk. `None`: never chunk.
-        position_layout (`str`, defaults to `"default"`):
-            `"default"`, `"uniform"` or `"enhanced"`, as in EPL, Tables 1 to 3.
-        encoder_lora, decoder_lora (`dict`, *optional*):
-            LoRA: `rank`, `alpha`, `dropout` and `target_modules` (`"all-linear"` or a list of module names). `None`:
-            that side is frozen.
-        shared_adapter (`bool`, defaults to `False`):
-            Whether the decoder reads with the encoder's adapter, the same weights, which get gradient from both sides.
-            Encoder and decoder are then one model, and `decoder_lora` is `encoder_lora`; another one is an adapter
-            beside it, in a stage that trains that alone.
-        slot_markers (`dict[str, int]`, *optional*):
-            How many learned vectors stand in front of each chunk's slots (`"before"`) and behind them (`"after"`),
-            such as `{"after": 1}` for a separator. They count among the slots, which must be embeddings with
-            contiguous positions.
-        embedding_residual (`bool`, defaults to `False`):
-            Whether the method adds to the sum of a window's token embeddings over the square root of their number:
-            z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), with W = 0 at the start. The decoder
-            then learns to read slots soon. No paper has it. Mean pooling's own W takes the place of this one.
-        trainable_parameters (sequence of `str`, *optional*):
-            Regular expressions, searched in parameter names, that replace the method's own trainable set.
-        bos_before_text (`bool`, defaults to `True`):
-            Whether a text behind slots starts with BOS where the method has no task token. Where it does not, a
-            tokenizer that the compressor is trained with puts none in front of contexts either, and a text without a
-            prompt still starts with BOS.
-        bos_before_slots (`bool`, defaults to `False`):
-            Whether a leading BOS of the text moves in front of the slots.
-        slots_after_ids (sequence of `int`, defaults to `()`):
-            Token ids behind which the slots stand, where they first occur in the text, such as those that open the
-            user's turn of a chat template. A text without them follows the slots.
-        task_token_ids (`dict[str, int]`, *optional*):
-            Ids of the method's own special tokens, such as `{"[AE]": 32000}`.
-        prompts (`dict[str, str]`, *optional*):
-            What the checkpoint was trained to read between a memory and its answer, by task; the one of
+        decoder_config: Configuration of the language model that reads the slots.
+        encoder_config: Configuration of an encoder with weights of its own. `None`: the encoder is the decoder's own
+            weights (held once), and adapters make the difference.
+        base_model_name_or_path, base_model_revision: Hub repository or folder that the untouched weights come from,
+            and its revision.
+        encoder_name_or_path, encoder_revision: Where an encoder with weights of its own comes from, if that is another
+            model than the base.
+        encoder_tokenizer: Subfolder of the checkpoint with the tokenizer of contexts. `None`: contexts and texts have
+            the same one.
+        compression_ratios: Context tokens per slot that the checkpoint is trained for, each at least 1. The first one
+            is the default.
+        chunk_size: Context tokens per independently compressed chunk. `None`: never chunk.
+        position_layout: `"default"`, `"uniform"` or `"enhanced"`, as in EPL, Tables 1 to 3.
+        encoder_lora, decoder_lora: LoRA: `rank`, `alpha`, `dropout` and `target_modules` (`"all-linear"` or a list of
+            module names). `None`: that side is frozen.
+        shared_adapter: Whether the decoder reads with the encoder's adapter, the same weights, which get gradient from
+            both sides. Encoder and decoder are then one model, and `decoder_lora` is `encoder_lora`; another one is an
+            adapter beside it, in a stage that trains that alone.
+        slot_markers: How many learned vectors stand in front of each chunk's slots (`"before"`) and behind them
+            (`"after"`), such as `{"after": 1}` for a separator. They count among the slots, which must be embeddings
+            with contiguous positions.
+        embedding_residual: Whether the method adds to the sum of a window's token embeddings over the square root of
+            their number: z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), with W = 0 at the
+            start. The decoder then learns to read slots soon. No paper has it. Mean pooling's own W takes the place of
+            this one.
+        trainable_parameters: Regular expressions, searched in parameter names, that replace the method's own trainable
+            set.
+        bos_before_text: Whether a text behind slots starts with BOS where the method has no task token. Where it does
+            not, a tokenizer that the compressor is trained with puts none in front of contexts either, and a text
+            without a prompt still starts with BOS.
+        bos_before_slots: Whether a leading BOS of the text moves in front of the slots.
+        slots_after_ids: Token ids behind which the slots stand, where they first occur in the text, such as those that
+            open the user's turn of a chat template. A text without them follows the slots.
+        task_token_ids: Ids of the method's own special tokens, such as `{"[AE]": 32000}`.
+        prompts: What the checkpoint was trained to read between a memory and its answer, by task; the one of
             `"question_answering"` holds `{question}`. `None`: the method's usual ones.
-        prompt_format (`str`, defaults to `"plain"`):
-            `"plain"`: the prompt follows the memory as it is. `"chat"`: memory and prompt are the user's turn of the
-            tokenizer's chat template, and `slots_after_ids` open that turn.
-        context_prefix (`str`, defaults to `""`):
-            Text that stood in front of every document of a question in its training, such as a heading.
-        use_cache (`bool`, defaults to `True`):
-            Whether the decoder returns its key/value cache.
+        prompt_format: `"plain"`: the prompt follows the memory as it is. `"chat"`: memory and prompt are the user's
+            turn of the tokenizer's chat template, and `slots_after_ids` open that turn.
+        context_prefix: Text that stood in front of every document of a question in its training, such as a heading.
+        use_cache: Whether the decoder returns its key/value cache.
         kwargs:
             Fields of [`PreTrainedConfig`], and what `save_pretrained` records: `external_weights` (the base models
             whose weights it leaves out), `parent_model_name_or_path` (the checkpoint that it was fine-tuned from),
@@ -251,13 +234,6 @@ class CompressorConfig(PreTrainedConfig):
     def auto_classes(cls) -> dict[str, str]:
         """Every Auto class that loads a checkpoint of the method, with the class that it loads."""
         return cls.default_auto_map()
-
-    @classmethod
-    def fields_of_encoder(
-        cls, encoder: str | os.PathLike, loading: dict[str, Any], given: Collection[str]
-    ) -> dict[str, Any]:
-        """Fields that `from_base` takes from what is published beside an encoder's weights."""
-        return {}
 
     @classmethod
     def default_custom_pipelines(cls) -> dict[str, dict[str, Any]]:

@@ -4,7 +4,7 @@
 import copy
 from typing import Any
 
-from transformers import PreTrainedConfig, T5Config
+from transformers import PreTrainedConfig
 
 from .configuration_compressor import RETRIEVAL_LOADER, CompressorConfig
 from .field_checks import check_left_out, one_of
@@ -37,24 +37,18 @@ class DeCALConfig(CompressorConfig):
     text continuation in place of denoising.
 
     Args:
-        decoder_config (`T5Config` or `dict`, *optional*):
-            The whole encoder-decoder, T5, T5 v1.1 or Flan-T5. Of a `dict`, what is left out is T5 v1.1's, with four
-            times its relative position buckets and maximum distance (section 4.1); a `T5Config`, as `from_base` takes
-            it from the base, stays as it is.
-        compression_ratios (`int` or sequence of `int`, defaults to `2`; `1` with `compression="none"`):
-            C, the context tokens per slot. The paper has a model for each of 2, 4 and 8.
-        compression (`str`, defaults to `"latents"`):
-            What makes the slots: `"latents"` in the encoder's input, `"attention_pooling"` over the encoder's output,
-            or `"none"`, in which case the encoder's output leaves as it is, at ratio 1.
-        latent_placement (`str`, defaults to `"prepended"`):
-            Whether the latents stand in front of the tokens or are `"appended"` behind them.
-        latent_pooling (`bool`, defaults to `True`):
-            Whether a latent starts from the mean of its tokens' embeddings beside the learned vector v.
-        encoder_attention (`str`, defaults to `"bidirectional"`):
-            `"bidirectional"`, or `"causal"`, which needs appended latents.
-        question_placement (`str`, defaults to `"decoder"`):
-            Where a question goes: `"decoder"`, so that one memory serves any question, or `"encoder"`, in front of the
-            context as in the paper, so that a memory answers the question that it was compressed with.
+        decoder_config: The whole encoder-decoder, T5, T5 v1.1 or Flan-T5. Of a `dict`, what is left out is T5 v1.1's,
+            with four times its relative position buckets and maximum distance (section 4.1); a `T5Config`, as
+            `from_base` takes it from the base, stays as it is.
+        compression_ratios: C, the context tokens per slot. The paper has a model for each of 2, 4 and 8. Defaults to
+            `2`; `1` with `compression="none"`.
+        compression: What makes the slots: `"latents"` in the encoder's input, `"attention_pooling"` over the encoder's
+            output, or `"none"`, in which case the encoder's output leaves as it is, at ratio 1.
+        latent_placement: Whether the latents stand in front of the tokens or are `"appended"` behind them.
+        latent_pooling: Whether a latent starts from the mean of its tokens' embeddings beside the learned vector v.
+        encoder_attention: `"bidirectional"`, or `"causal"`, which needs appended latents.
+        question_placement: Where a question goes: `"decoder"`, so that one memory serves any question, or `"encoder"`,
+            in front of the context as in the paper, so that a memory answers the question that it was compressed with.
         kwargs: other fields of [`CompressorConfig`]; adapters, task tokens and position layouts are not among them,
             since all of T5 trains, and its decoder looks at slots without positions.
     """
@@ -91,8 +85,6 @@ class DeCALConfig(CompressorConfig):
             decoder_config = decoder_config.decoder_config
         if decoder_config is None or isinstance(decoder_config, dict):
             decoder_config = {**FROM_SCRATCH, **(decoder_config or {})}
-        elif not isinstance(decoder_config, T5Config):
-            raise ValueError(f"`decoder_config` must be a T5Config, got {type(decoder_config).__name__}")
         if compression_ratios is None:
             compression_ratios = 1 if compression == "none" else 2
         is_retrieval = RETRIEVAL_LOADER in (kwargs.get("auto_map") or {})

@@ -19,12 +19,10 @@ class GMSAConfig(ShallowEncoderConfig):
     stage.)
 
     Args:
-        lsa_layers (`int`, defaults to 1):
-            Blocks of layer semantic alignment, k_LSA in equation 3: copies of the decoder's first ones. 0: the merged
-            states are the slots.
-        lsa_final_norm (`bool`, defaults to `True`):
-            Whether the decoder's final norm, frozen, follows these blocks, as in the authors' code. The paper names
-            none.
+        lsa_layers: Blocks of layer semantic alignment, k_LSA in equation 3: copies of the decoder's first ones. 0: the
+            merged states are the slots.
+        lsa_final_norm: Whether the decoder's final norm, frozen, follows these blocks, as in the authors' code. The
+            paper names none.
         kwargs: fields of [`ShallowEncoderConfig`] and [`CompressorConfig`].
     """
 
@@ -33,10 +31,6 @@ class GMSAConfig(ShallowEncoderConfig):
 
     def __init__(self, lsa_layers: int = 1, lsa_final_norm: bool = True, **kwargs: Any):
         self.lsa_final_norm = lsa_final_norm
-        # Earlier versions stored these, for an ablation that is gone.
-        if kwargs.pop("appended_tokens", 0):
-            raise ValueError("GMSA merges groups: learned tokens behind a context (`appended_tokens`) are TCP-AE's")
-        kwargs.pop("memory_start", None)
         super().__init__(**kwargs)
         self.lsa_layers = int_between("lsa_layers", lsa_layers, 0, self.num_hidden_layers)
 

@@ -16,22 +16,17 @@ class MemoryTokensConfig(CompressorConfig):
     Chunks that are compressed independently, each by distinct memory tokens of which chunk_size / ratio are learned.
 
     Args:
-        compression_ratios (`int` or sequence of `int`, defaults to `(5,)`):
-            EPL, section 4: 510 context tokens in 102 memory tokens.
-        chunk_size (`int`, defaults to 510):
-            Context tokens of a chunk, L; there are ceil(L / r) memory tokens for the lowest ratio.
-        encoder_lora (`dict` or `None`, defaults to rank 128, alpha 256, dropout 0.05 on `q_proj` and `v_proj`):
-            EPL's, which has no dropout; the decoder is the frozen base.
-        memory_tokens (`str`, defaults to `"by_ratio"`):
-            `"by_ratio"`: a chunk of n tokens uses the first ceil(n / r) memory tokens. `"fixed"`: every chunk uses
-            ceil(L / r), however short it is, as in EPL (section 3.1.1); its effective ratio is then lower.
-        memory_start (`str`, defaults to `"embedding_statistics"`):
-            Start values of the memory tokens: normal with the mean and the deviation of all numbers in the embedding
-            matrix, two scalars (EPL's code), `"standard_normal"`, N(0, 1) (the authors of ICAE and 500xCompressor,
-            and ComprExIT's baselines), or `"eos"`, copies of EOS (AutoCompressor).
-        task_token_ids (`dict[str, int]`, *optional*):
-            Ids of [AE] and [LM], which stand in front of a reconstruction and of any other text. By default the two
-            ids behind the base's vocabulary; `{}`: no task tokens.
+        compression_ratios: EPL, section 4: 510 context tokens in 102 memory tokens.
+        chunk_size: Context tokens of a chunk, L; there are ceil(L / r) memory tokens for the lowest ratio.
+        encoder_lora: EPL's, which has no dropout; the decoder is the frozen base. Defaults to rank 128, alpha 256,
+            dropout 0.05 on `q_proj` and `v_proj`.
+        memory_tokens: `"by_ratio"`: a chunk of n tokens uses the first ceil(n / r) memory tokens. `"fixed"`: every
+            chunk uses ceil(L / r), however short it is, as in EPL (section 3.1.1); its effective ratio is then lower.
+        memory_start: Start values of the memory tokens: normal with the mean and the deviation of all numbers in the
+            embedding matrix, two scalars (EPL's code), `"standard_normal"`, N(0, 1) (the authors of ICAE and
+            500xCompressor, and ComprExIT's baselines), or `"eos"`, copies of EOS (AutoCompressor).
+        task_token_ids: Ids of [AE] and [LM], which stand in front of a reconstruction and of any other text. By
+            default the two ids behind the base's vocabulary; `{}`: no task tokens.
         kwargs: fields of [`CompressorConfig`].
     """
 

@@ -16,22 +16,17 @@ class PCCConfig(MemoryTokensConfig):
     PCC-Lite is `train_encoder=True` with GPT2-Large as the encoder, PCC-Large an adapter in the decoder's own model.
 
     Args:
-        compression_ratios (`int` or sequence of `int`, defaults to `(4,)`):
-            The paper trains a compressor for each of 4, 16 and 128, with the first 64, 16 and 2 memory tokens.
-        chunk_size (`int`, defaults to 256):
-            Context tokens of a segment, in the encoder's tokens; segments do not see each other.
-        encoder_lora (`dict` or `None`, defaults to rank 64, alpha 32, dropout 0.1 on all linear maps):
-            PCC-Large's, but for the adapters of its embedding and of its head, of which the head's never gets a
-            gradient. `None` with `train_encoder`.
-        train_encoder (`bool`, defaults to `False`):
-            Whether all weights of an encoder of its own train, as PCC-Lite's.
-        slot_markers (`dict`, defaults to `{"before": 1, "after": 1}`):
-            <mem> and </mem>, around the slots of each segment.
-        task_token_ids (`dict[str, int]`, *optional*):
-            Id of [AE], which stands in front of a reconstruction; any other text follows </mem> as it is. By default
-            the first id behind the base's vocabulary.
-        bos_before_slots (`bool`, defaults to `True`):
-            BOS stands in front of the first <mem>, also where [AE] follows the slots.
+        compression_ratios: The paper trains a compressor for each of 4, 16 and 128, with the first 64, 16 and 2 memory
+            tokens.
+        chunk_size: Context tokens of a segment, in the encoder's tokens; segments do not see each other.
+        encoder_lora: PCC-Large's, but for the adapters of its embedding and of its head, of which the head's never
+            gets a gradient. `None` with `train_encoder`. Defaults to rank 64, alpha 32, dropout 0.1 on all linear
+            maps.
+        train_encoder: Whether all weights of an encoder of its own train, as PCC-Lite's.
+        slot_markers: <mem> and </mem>, around the slots of each segment.
+        task_token_ids: Id of [AE], which stands in front of a reconstruction; any other text follows </mem> as it is.
+            By default the first id behind the base's vocabulary.
+        bos_before_slots: BOS stands in front of the first <mem>, also where [AE] follows the slots.
         kwargs: fields of [`MemoryTokensConfig`] and [`CompressorConfig`]. With `memory_tokens="fixed"` every segment
             uses chunk_size / r memory tokens, a short last one, too, as the authors' code has it.
     """

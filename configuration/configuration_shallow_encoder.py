@@ -26,22 +26,16 @@ class ShallowEncoderConfig(CompressorConfig):
     and training in two stages.
 
     Args:
-        compression_ratios (`int` or sequence of `int`, defaults to `(4, 8)`):
-            Section 4.1: a ratio is drawn for each sample.
-        encoder_config (`PreTrainedConfig` or `dict`, *optional*):
-            Configuration of the model whose first layers encode, of any width and family; the decoder's if not given.
-            It is cut to `encoder_layers`.
-        encoder_layers (`int`, *optional*):
-            First layers of that model that encode, followed by its final norm (section 3.1 and Figure 5). If not
-            given, 8 of a model of at least 16 layers, and a quarter of a smaller one's.
-        encoder_lora (`dict` or `None`, defaults to rank 128, alpha 32, dropout 0.05 on all linear maps):
-            The authors' code.
-        training_stage (`str`, defaults to `"autoencoding"`):
-            `"autoencoding"` (section 3.3): the encoder's adapter and the method's parts train, the decoder is frozen.
-            `"keft"` (section 3.4, knowledge extraction fine-tuning): the decoder's query, key and value maps train,
-            whole, and all else is frozen. It is part of the checkpoint.
-        bos_before_text (`bool`, defaults to `False`):
-            GMSA's rows have no BOS on either side: [m~; X_ins; x] (equation 4).
+        compression_ratios: Section 4.1: a ratio is drawn for each sample.
+        encoder_config: Configuration of the model whose first layers encode, of any width and family; the decoder's if
+            not given. It is cut to `encoder_layers`.
+        encoder_layers: First layers of that model that encode, followed by its final norm (section 3.1 and Figure 5).
+            If not given, 8 of a model of at least 16 layers, and a quarter of a smaller one's.
+        encoder_lora: The authors' code. Defaults to rank 128, alpha 32, dropout 0.05 on all linear maps.
+        training_stage: `"autoencoding"` (section 3.3): the encoder's adapter and the method's parts train, the decoder
+            is frozen. `"keft"` (section 3.4, knowledge extraction fine-tuning): the decoder's query, key and value
+            maps train, whole, and all else is frozen. It is part of the checkpoint.
+        bos_before_text: GMSA's rows have no BOS on either side: [m~; X_ins; x] (equation 4).
         kwargs: fields of [`CompressorConfig`].
     """
 
@@ -68,8 +62,6 @@ class ShallowEncoderConfig(CompressorConfig):
             bos_before_text=bos_before_text,
             **kwargs,
         )
-        if self.shared_adapter:
-            raise ValueError("`shared_adapter` must be False: the encoder has weights of its own, got True")
         encoder = self.get_encoder_config()
         num_layers = encoder.num_hidden_layers
         if encoder_layers is None:

@@ -15,11 +15,9 @@ class TCPAutoencoderConfig(ShallowEncoderConfig):
     a multilayer perceptron. Encoder and training are GMSA's.
 
     Args:
-        appended_tokens (`int`, defaults to 128):
-            Learned tokens behind the context, at least 1; a context of n tokens takes the first ceil(n / r). 128 serve
-            the 512 tokens that the paper restores, at ratio 4.
-        memory_start (`str`, defaults to `"embedding_statistics"`):
-            Start values of these tokens, see [`MemoryTokensConfig`].
+        appended_tokens: Learned tokens behind the context, at least 1; a context of n tokens takes the first ceil(n /
+            r). 128 serve the 512 tokens that the paper restores, at ratio 4.
+        memory_start: Start values of these tokens, see [`MemoryTokensConfig`].
         kwargs: fields of [`ShallowEncoderConfig`] and [`CompressorConfig`].
     """
 

@@ -16,23 +16,17 @@ class VoCoConfig(CompressorConfig):
     them).
 
     Args:
-        decoder_config (`PreTrainedConfig` or `dict`):
-            Configuration of the base. That of a vision-language model whose image tokens stand in its text, such as
-            LLaVA or SmolVLM, is kept in `vision_language_config`, and its language model's here.
-        compression_ratios (`int` or sequence of `int`, defaults to `(4,)`):
-            Context tokens per VoCo token.
-        num_voco_tokens (`int`, *optional*):
-            VoCo tokens of every context (of each of its chunks), however long it is, as in the paper, which has 1 to
-            128 of them for an image of 576 tokens; the ratio is then but a name. `None`: ceil(n / r).
-        encoder_lora (`dict` or `None`, defaults to rank 16, alpha 16 on all linear maps):
-            Adapters of the one model that compresses and reads. `None` where the whole model trains, as in the paper;
-            `trainable_parameters` then says so.
-        shared_adapter (`bool`, *optional*):
-            Always as here: `True` with adapters, `False` without.
-        bos_before_text (`bool`, defaults to `False`):
-            BOS and a system prompt belong to the context; what comes behind the VoCo tokens sees them no more.
-        vision_language_config (`PreTrainedConfig` or `dict`, *optional*):
-            Configuration of the vision-language model. `None`: contexts are text.
+        decoder_config: Configuration of the base. That of a vision-language model whose image tokens stand in its
+            text, such as LLaVA or SmolVLM, is kept in `vision_language_config`, and its language model's here.
+        compression_ratios: Context tokens per VoCo token.
+        num_voco_tokens: VoCo tokens of every context (of each of its chunks), however long it is, as in the paper,
+            which has 1 to 128 of them for an image of 576 tokens; the ratio is then but a name. `None`: ceil(n / r).
+        encoder_lora: Adapters of the one model that compresses and reads. `None` where the whole model trains, as in
+            the paper; `trainable_parameters` then says so. Defaults to rank 16, alpha 16 on all linear maps.
+        shared_adapter: Always as here: `True` with adapters, `False` without.
+        bos_before_text: BOS and a system prompt belong to the context; what comes behind the VoCo tokens sees them no
+            more.
+        vision_language_config: Configuration of the vision-language model. `None`: contexts are text.
         kwargs: fields of [`CompressorConfig`], without an encoder of its own.
     """
 

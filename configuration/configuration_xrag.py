@@ -1,30 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of xRAG."""
 
-import json
-import os
-from collections.abc import Collection, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
-
-from transformers.utils import cached_file, logging
 
 from .configuration_compressor import CompressorConfig
 from .field_checks import one_of
 from .layer_shape import max_positions, perceptron_flops, stack_flops
 
-logger = logging.get_logger(__name__)
-
 PASSAGE_READOUTS = ("last_token", "first_token", "mean")
-# How sentence-transformers calls them, in older files with `pooling_mode_` in front.
-_POOLING_MODES = {
-    "lasttoken": "last_token",
-    "cls": "first_token",
-    "cls_token": "first_token",
-    "mean": "mean",
-    "mean_tokens": "mean",
-}
-_POOLING = "1_Pooling/config.json"
 # Families whose first position is the one behind the pad's id.
 _POSITIONS_BEHIND_PAD = (
     *("camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm"),
@@ -42,24 +26,18 @@ class XRAGConfig(CompressorConfig):
     paper has 180. Shorter passages are more slots, each read by itself.
 
     Args:
-        compression_ratios (`int` or sequence of `int`, defaults to `(180,)`):
-            Tokens of a passage. With `passage_start_ids` and `passage_end_ids` around them they have to fit into the
-            encoder's positions.
-        encoder_config (`PreTrainedConfig` or `dict`, *optional*):
-            Configuration of the sentence encoder or retriever; the paper's is SFR-Embedding-Mistral. `None`: the
-            base's own states.
-        passage_readout (`str`, defaults to `"last_token"`):
-            What the embedding of a passage is, as the encoder was trained: the state of its last token
+        compression_ratios: Tokens of a passage. With `passage_start_ids` and `passage_end_ids` around them they have
+            to fit into the encoder's positions.
+        encoder_config: Configuration of the sentence encoder or retriever; the paper's is SFR-Embedding-Mistral.
+            `None`: the base's own states.
+        passage_readout: What the embedding of a passage is, as the encoder was trained: the state of its last token
             (SFR-Embedding-Mistral), of the first one (BGE), or the `"mean"` over all (all-MiniLM), those around the
-            passage included. `from_base` takes what sentence-transformers reads beside the encoder's weights, if that
-            is there and the field is not given.
-        normalize_embeddings (`bool`, defaults to `False`):
-            Whether embeddings have length 1 in front of the perceptron. The authors' code leaves them as they are.
-        passage_start_ids, passage_end_ids (sequence of `int`, default to `()`):
-            What the encoder reads around each passage, such as [CLS] and [SEP]. `from_base` takes them from the
-            encoder's tokenizer, which then puts nothing around a text itself.
-        encoder_lora (`dict`, *optional*):
-            `None`: the encoder is frozen, as in the paper, where the perceptron alone trains.
+            passage included.
+        normalize_embeddings: Whether embeddings have length 1 in front of the perceptron. The authors' code leaves
+            them as they are.
+        passage_start_ids, passage_end_ids: What the encoder reads around each passage, such as [CLS] and [SEP].
+            `from_base` takes them from the encoder's tokenizer, which then puts nothing around a text itself.
+        encoder_lora: `None`: the encoder is frozen, as in the paper, where the perceptron alone trains.
         kwargs: fields of [`CompressorConfig`].
     """
 
@@ -86,32 +64,6 @@ class XRAGConfig(CompressorConfig):
         super().__init__(compression_ratios=compression_ratios, **kwargs)
         for ratio in self.compression_ratios:
             self.check_passage(ratio)
-
-    @classmethod
-    def fields_of_encoder(
-        cls, encoder: str | os.PathLike, loading: dict[str, Any], given: Collection[str]
-    ) -> dict[str, Any]:
-        """See [`CompressorConfig.fields_of_encoder`]; of a model of sentence-transformers its read-out."""
-        if "passage_readout" in given:
-            return {}
-        optional = {f"_raise_exceptions_for_{name}": False for name in ("missing_entries", "connection_errors")}
-        path = cached_file(encoder, _POOLING, **loading, **optional)
-        if path is None:
-            logger.warning(
-                f"{encoder} has no {_POOLING} that says what its embeddings are: `passage_readout` is 'last_token', "
-                f"of {PASSAGE_READOUTS}"
-            )
-            return {}
-        stored = json.loads(Path(path).read_text(encoding="utf-8"))
-        prefix = "pooling_mode_"
-        old = [name.removeprefix(prefix) for name in stored if name.startswith(prefix) and stored[name] is True]
-        modes = [stored["pooling_mode"]] if "pooling_mode" in stored else old
-        if len(modes) != 1 or modes[0] not in _POOLING_MODES:
-            raise ValueError(
-                f"the embeddings of {encoder} are {modes} ({_POOLING}), which is none of {PASSAGE_READOUTS}: give the "
-                "`passage_readout` that comes near"
-            )
-        return {"passage_readout": _POOLING_MODES[modes[0]]}
 
     def check_passage(self, num_tokens: int) -> None:
         """Refuse passages that do not fit into the encoder's positions."""

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import check_choice
 from ..data.columns import column_of, is_list
-from ..data.document_ids import source_ids_of
 from ..data.rows import PassageText, distinct_texts, read_rows
 from ..data.sources import COLUMNS, DataSource, parse_sources
 from ..data.synthetic_documents import KINDS, GeneratedDocument, generate_document
@@ -66,11 +65,6 @@ def load_datasets(
             raise ValueError(f"{place!r} is a folder: name its files, such as {place}/*.parquet")
     datasets: list[EvaluationDataset] = []
     for source in parse_sources(sources):
-        if source.contexts_per_document > 1:
-            raise ValueError(
-                f"contexts_per_document of source {source.label!r} joins contexts when training draws them, and an "
-                f"evaluation asks about each alone: leave it out, got {source.contexts_per_document}"
-            )
         length, number = source.document_tokens or document_tokens, source.max_samples or num_documents
         if source.kind == NEEDLES:
             of_source = [_needles(source, tokenizer, domain, data_dir, seed, number, length)]
@@ -164,8 +158,6 @@ def _needles(
     # A stream needs an end.
     needs_samples = source.streaming and source.rows is None
     table = read_rows(source if needs_samples else replace(source, max_samples=None), data_dir, seed)
-    if source_ids_of(table):
-        raise ValueError(f"source {source.label!r}: needles take whole texts, and rows name source_texts")
     examples = needle_examples(distinct_texts(table), tokenizer, num_tokens, number, seed)
     name = f"{source.title or NEEDLES}, {num_tokens} tokens"
     return EvaluationDataset(name, examples, domain, only=("question_answering",))

@@ -80,7 +80,8 @@ def evaluate_model(
     settings = settings or EvaluationSettings()
     compresses = can_compress(model)
     if not compresses:
-        _check_language_model(model, teacher, settings)
+        if not model.can_generate() or model.config.is_encoder_decoder:
+            raise TypeError(f"model must be a compressor or a causal language model, got {type(model).__name__}")
     elif model.config.task_token_ids or model.config.prompt_format == "chat":
         tokenizer = text_tokenizer(tokenizer)
     ratios = _ratios(model.config, settings) if compresses and not settings.bounds_only else []
@@ -99,8 +100,6 @@ def evaluate_model(
         _max_context_tokens(model, tokenizer, ratios, settings),
         1 if any(condition.with_context for condition in conditions) else min(ratios, default=1),
     )
-    if compresses:
-        _check_prefix(model, builder.prefix_ids, teacher, ratios, settings)
     # All samples are made before anything is scored, so that a data set that does not fit is refused at once.
     work: _Work = [
         entry
@@ -178,27 +177,6 @@ def weights_and_configuration(model: PreTrainedModel) -> dict[str, Any]:
         "weights": weights_fingerprint(model, of_answers=True),
         "configuration": settings_fingerprint(model.config, of_answers=True),
     }
-
-
-def _check_language_model(
-    model: PreTrainedModel, teacher: PreTrainedModel | None, settings: EvaluationSettings
-) -> None:
-    name = type(model).__name__
-    if not model.can_generate() or model.config.is_encoder_decoder:
-        raise TypeError(f"model must be a compressor or a causal language model, got {name}")
-    refused = {
-        "ratios": settings.ratios,
-        "memory_dtype": settings.memory_dtype,
-        "teacher": teacher,
-        "zero shot": settings.zero_shot,
-        "ratios_only": settings.ratios_only,
-        "alternatives": settings.alternatives,
-    }
-    if wrong := [what for what, value in refused.items() if value]:
-        raise ValueError(
-            f"{name} is a plain language model, scored without context and with full context only: "
-            f"it takes no {' and no '.join(wrong)}"
-        )
 
 
 @contextmanager
@@ -289,13 +267,6 @@ def _ratios(config: PreTrainedConfig, settings: EvaluationSettings) -> list[int]
 def _conditions(
     model: PreTrainedModel, teacher: PreTrainedModel | None, ratios: list[int], settings: EvaluationSettings
 ) -> list[Condition]:
-    if settings.task_tokens_in_bounds and (
-        teacher is not None or not can_compress(model) or not model.config.task_token_ids
-    ):
-        raise ValueError(
-            "task_tokens_in_bounds is for a compressor with task tokens, without a teacher: nothing else has "
-            "embeddings for them"
-        )
     if teacher is not None and teacher.config.get_text_config().vocab_size < model.config.vocab_size:
         raise ValueError(
             f"the teacher's vocabulary of {teacher.config.get_text_config().vocab_size} tokens is smaller than the "
@@ -365,27 +336,6 @@ def _max_context_tokens(
         limit = model.config.max_context_tokens(lowest)
     if limit is not None:
         num_start = len(context_opening(model.config, tokenizer))
-        if limit <= num_start:
-            raise ValueError(
-                f"the encoder reads contexts of {limit} tokens at most at ratio {lowest}, of which {num_start} are "
-                "start tokens: take a higher ratio"
-            )
         limit -= num_start
     limits = [settings.max_context_tokens, limit]
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _check_prefix(
-    model: PreTrainedModel,
-    prefix_ids: Sequence[int],
-    teacher: PreTrainedModel | None,
-    ratios: Sequence[int],
-    settings: EvaluationSettings,
-) -> None:
-    """Raise `ValueError` when a context starts with learned tokens and another model than the decoder reads it."""
-    learned = [name for name, token_id in model.config.task_token_ids.items() if token_id in prefix_ids]
-    if learned and (ratios or settings.zero_shot or teacher is not None):
-        raise ValueError(
-            f"context_prefix has learned tokens, {', '.join(learned)}, which only the compressor's own decoder reads: "
-            "score it with bounds_only, without a teacher and without zero shot"
-        )

@@ -36,8 +36,6 @@ def compression_flops(config: PreTrainedConfig, num_context_tokens: int, ratio: 
     Raises:
         ValueError: another model's configuration, or a number below its least value.
     """
-    if not hasattr(config, "compression_flops"):
-        raise ValueError(f"no count of operations for {config.model_type!r}: it is no compressor")
     return config.compression_flops(num_context_tokens, ratio)
 
 
@@ -66,8 +64,6 @@ def generation_flops(
     Raises:
         ValueError: key/value slots without a cache.
     """
-    if slots_are_key_values and not cached:
-        raise ValueError("slots_are_key_values needs cached=True: without a cache there is no place for them")
     if config.is_encoder_decoder:
         return _cross_attending_flops(config, num_slots, question_length, answer_length, cached)
     layer = LayerShape.from_config(config)

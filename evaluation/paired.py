@@ -87,8 +87,6 @@ def paired_difference(
                 f"all runs must have the same samples of a data set and task, each once, got {len(samples)} and "
                 f"{len(run)}, and {unlike} not once in each"
             )
-    if len({key[:2] for key in samples}) != 1:
-        raise ValueError(f"samples must be of one data set and task, got {sorted({key[:2] for key in samples})}")
     conditions = (first_condition, second_condition or first_condition)
     values = [
         np.array([_scores(run, list(samples), condition, metric) for run in side])

@@ -80,8 +80,6 @@ def plot_quality_by_model_size(
     reports: Sequence[EvaluationReport], task: str, metric: str, path: str | os.PathLike[str]
 ) -> Path:
     """Draw a metric, averaged over data sets, against the number of parameters, one line per ratio."""
-    if unknown := [report.model for report in reports if not report.num_parameters]:
-        raise ValueError(f"num_parameters must be known for a plot by model size; it is not for {unknown}")
     figure, axes = line_figure(f"{_title(task)} by model size", _label(metric))
     ordered = sorted(reports, key=lambda report: report.num_parameters or 0)
     averages = [report.macro_average(task, metric) for report in ordered]

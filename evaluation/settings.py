@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of an evaluation."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,6 @@ DEFAULT_TASKS = ("question_answering", "reconstruction", "continuation")
 WRITTEN_TASKS = ("question_answering", "summarization")
 TRUNCATION_SIDES = ("right", "left")
 MEMORY_DTYPES = ("bfloat16", "float16", "int8", "int4", "int2")
-_COUNTS = ("batch_size", "context_tokens", "continuation_tokens", "num_resamples", "max_samples", "max_context_tokens")
 
 
 @dataclass(frozen=True)
@@ -121,20 +119,5 @@ class EvaluationSettings:
         check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
         if self.memory_dtype is not None:
             check_choice("memory_dtype", self.memory_dtype, MEMORY_DTYPES)
-        for name in ("tasks", "ratios", "restoration_lengths", "alternatives"):
-            values = vars(self)[name]
-            if values is not None and len(set(values)) < len(values):
-                raise ValueError(f"{name} must be different ones, got {list(values)}")
         if not self.tasks or any(not int(ratio) >= 1 for ratio in self.ratios or ()):
             raise ValueError(f"tasks must not be empty, and ratios at least 1, got {self.tasks} and {self.ratios}")
-        for name in _COUNTS:
-            if (value := vars(self)[name]) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.leave_out_long and self.max_context_tokens is None:
-            raise ValueError("leave_out_long leaves out what is longer than max_context_tokens: give a number")
-        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}")
-        if self.bounds_only and (self.ratios or self.alternatives or self.memory_dtype):
-            raise ValueError("bounds_only compresses nothing: leave out ratios, alternatives and memory_dtype")
-        if self.ratios_only and (self.bounds_only or self.alternatives or self.zero_shot):
-            raise ValueError("ratios_only leaves the ratios alone: no bounds_only, no alternatives, no zero_shot")

@@ -93,8 +93,6 @@ def attention_by_head(
     Raises:
         ValueError: a method without memory tokens, or a context of several chunks.
     """
-    if origin_kind(backbone) != ATTENTION:
-        raise ValueError(f"{type(backbone).__name__} has no memory tokens in its encoder whose attention can be shown")
     chunks, chunk_ratio = one_chunk(backbone, input_ids, attention_mask, ratio)
     # Only this implementation gives its weights away.
     alone = copy_with_shared_weights(backbone)

@@ -325,8 +325,6 @@ class SlidingMemory:
         check_together(self.model.context_rows(input_ids, None))
         if self._memory is None:
             self._memory, self._unread = self.model.empty_memory(len(input_ids)), input_ids[:, :0]
-        if len(input_ids) != len(self._unread):
-            raise ValueError(f"`input_ids` must have the {len(self._unread)} rows so far, got {len(input_ids)}")
         unread, size = torch.cat([self._unread, input_ids], dim=1), self.model.config.window_tokens(self.ratio)
         memory = self._memory
         while unread.shape[1] >= size:

@@ -117,8 +117,6 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
     def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Take out images: `pixel_values`, and what the base's processor gives beside it."""
         if self.image_model is None:
-            if arguments.get("pixel_values") is not None:
-                raise ValueError("`pixel_values` were given, and the base of this checkpoint does not read images")
             return {}
         known = inspect.signature(self.image_model.get_image_features).parameters.keys() - {"kwargs"}
         images = {name: arguments.pop(name) for name in list(arguments) if name in known}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -191,14 +190,6 @@ class BaseTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            names = [path.name for path in Path(checkpoint).iterdir()]
-            # The library would make new ones; DeepSpeed has loaded its own by now, or has failed.
-            for part in () if self.is_deepspeed_enabled else ("optimizer", "scheduler"):
-                if not any(part in name for name in names):
-                    raise ValueError(
-                        f"{checkpoint} has no state of the {part} (was it saved with `save_only_model`?): start a new "
-                        "run from its weights, with `checkpoint` in place of `resume_from_checkpoint`"
-                    )
             self.documents.add(TrainingDocuments.of(checkpoint))
         super()._load_optimizer_and_scheduler(checkpoint)
 

@@ -69,13 +69,6 @@ def _structured(name: str, value: Any, kind: type) -> Any:
     return value
 
 
-def _check_range(arguments: Any, least: dict[str, float]) -> None:
-    for name, lowest in least.items():
-        value = vars(arguments)[name]
-        if not lowest <= value < math.inf:
-            raise ValueError(f"{name} must be a finite number of at least {lowest}, got {value}")
-
-
 @dataclass
 class ModelArguments:
     """What is trained; the command line's help describes each field."""
@@ -138,12 +131,6 @@ class DataArguments:
     def __post_init__(self) -> None:
         for name in ("sources", "eval_sources", "length_schedule", "task_schedule"):
             setattr(self, name, _structured(name, vars(self)[name], list))
-        lengths = ("max_context_tokens", "min_context_tokens", "max_document_tokens", "max_query_tokens")
-        ones = (*lengths, "questions_per_example", "group_batches", "num_eval_examples")
-        # A target is at least a token and the EOS behind it.
-        _check_range(self, {**dict.fromkeys(ones, 1), "max_target_tokens": 2})
-        if self.min_context_tokens > self.max_context_tokens:
-            raise ValueError(f"min_context_tokens must be at most {self.max_context_tokens} (max_context_tokens)")
         check_choice("overlong_contexts", self.overlong_contexts, OVERLONG_CONTEXTS)
         check_choice("prompt_format", self.prompt_format, PROMPT_FORMATS)
         if self.length_schedule is not None:
@@ -202,11 +189,6 @@ class TrainingFields:
             if self.ratio_mode == "per_sample":
                 raise ValueError("ratio_schedule goes with ratio_mode all or random, got ratio_mode 'per_sample'")
             check_changes("ratio_schedule", self.ratio_schedule, lambda ratio: isinstance(ratio, int) and ratio >= 1)
-        zeros = ("kl_weight", "nll_weight", "fit_scorers", "sample_answers_steps", "alpha")
-        ones = ("distillation_chunk_size", "training_substeps", "segments_per_substep")
-        _check_range(self, {**dict.fromkeys(zeros, 0), **dict.fromkeys(ones, 1), "contrastive_temperature": 1e-9})
-        if self.alpha > 1:
-            raise ValueError(f"alpha must be from 0 to 1, got {self.alpha}")
 
 
 # --- schedules over a training ---

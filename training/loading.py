@@ -27,8 +27,6 @@ from .fields import ModelArguments
 
 # Of a new compressor, where a recipe names none.
 DEFAULT_METHOD = next(iter(METHODS))
-# What decides which parameters train.
-_TRAINABLE_SET = ("training_stage", "trainable_parameters")
 
 
 def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
@@ -81,9 +79,7 @@ def _language_model(name: str, what: str, model_args: ModelArguments, **kwargs: 
 
 def pretrained_language_model(model_args: ModelArguments) -> PreTrainedModel:
     """Load the base as a plain language model."""
-    if model_args.base is None:
-        raise ValueError("give a base: folder or Hub id of the language model to start from")
-    model = _language_model(model_args.base, "base", model_args, **gguf_arguments(model_args.base_gguf_file))
+    model = _language_model(str(model_args.base), "base", model_args, **gguf_arguments(model_args.base_gguf_file))
     # Adapters that are trained on it name it so.
     model.name_or_path = model.config.name_or_path = model_args.base
     return model
@@ -170,11 +166,6 @@ def check_start(model_args: ModelArguments) -> None:
         )
     if model_args.checkpoint is not None and model_args.method_config:
         raise ValueError("method_config is fixed by the checkpoint: leave it out, or give checkpoint_config")
-    only_with = dict.fromkeys(("base_gguf_file", "encoder", "adapter"), "base")
-    only_with |= dict.fromkeys(("checkpoint_config", "checkpoint_base"), "checkpoint")
-    for name, start in only_with.items():
-        if vars(model_args)[name] is not None and vars(model_args)[start] is None:
-            raise ValueError(f"{name} goes with {start}: leave it out, or null, where {given[0]} is given")
 
 
 def changed_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
@@ -198,20 +189,6 @@ def changed_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreT
     return changed
 
 
-def check_resumed(model: PreTrainedModel, folder: str) -> None:
-    """Raise `ValueError` unless a checkpoint to resume trained the parameters that the recipe's model trains."""
-    if not (Path(folder) / "config.json").is_file():
-        return
-    stored = type(model.config).from_pretrained(folder)
-    for name in _TRAINABLE_SET:
-        ours, theirs = (vars(config).get(name) for config in (model.config, stored))
-        if ours != theirs:
-            raise ValueError(
-                f"{folder} was trained with {name} {theirs!r}, this recipe says {ours!r}: resume with the recipe of "
-                "that run, or start the next one with `checkpoint` instead of `resume_from_checkpoint`"
-            )
-
-
 def _method(model_args: ModelArguments) -> str:
     """The recipe's method, which must be the checkpoint's; where it names none, the checkpoint's own."""
     if model_args.checkpoint is None:
@@ -222,10 +199,5 @@ def _method(model_args: ModelArguments) -> str:
         raise ValueError(
             f"{model_args.checkpoint} is no checkpoint of a compressor, its model type is "
             f"{fields.get('model_type')!r}: give it as base"
-        )
-    if model_args.method not in (None, found):
-        raise ValueError(
-            f"the checkpoint {model_args.checkpoint} is of the method {found}, the recipe's method is "
-            f"{model_args.method}: leave the method out, or start from a base"
         )
     return found

@@ -18,7 +18,6 @@ from tqdm import tqdm
 from transformers import Trainer, set_seed
 
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe, recorded_recipe
-from .loading import check_resumed
 from .log_answers import add_sample_answers
 from .run_record import (
     add_earlier_documents,
@@ -41,10 +40,6 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
     set_seed(args.seed)
     file = {"joint": "joint_pretraining"}.get(args.objective, args.objective)
     trainer = importlib.import_module(f".objectives.{file}", __package__).build(model_args, data_args, args)
-    if args.fit_scorers and not hasattr(trainer.model.base_model, "fit_scorers"):
-        raise ValueError(
-            f"fit_scorers goes with the method ranked_key_values, not with {type(trainer.model).__name__}"
-        )
     if args.sample_answers_steps:
         add_sample_answers(trainer, data_args, args.sample_answers_steps)
     return trainer
@@ -94,9 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if resume is None and args.overwrite and trainer.is_world_process_zero():
         for path in earlier_files(args.output_dir):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if resume is not None:
-        check_resumed(trainer.model, resume)
-    elif args.fit_scorers:
+    if resume is None and args.fit_scorers:
         fit_scorers(trainer, args.fit_scorers)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)

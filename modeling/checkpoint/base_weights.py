@@ -306,8 +306,6 @@ def share_weights(target: PreTrainedModel, source: nn.Module, copied: bool = Fal
         layer = re.match(r"layers\.(\d+)(\.|$)", path)
         if layer and int(layer[1]) >= num_layers:
             continue
-        if path not in modules:
-            raise ValueError(f"the base has {path!r}, which the model of `encoder_config` lacks: take the base's own")
         # A LoRA layer keeps the map that it adapts in `base_layer`.
         destination: Any = getattr(modules[path], "base_layer", modules[path])
         for name, parameter in module._parameters.items():

@@ -70,13 +70,10 @@ def start_from_base(
     revision, encoder_id = loading.get("revision"), None
     if hub_id is None and not any(source.get(name) for name in _OF_THE_BASE_ALONE):
         base, hub_id, revision = find_base(base)
-    if encoder is None and encoder_revision is not None:
-        raise ValueError(f"`encoder_revision` is {encoder_revision!r}, but no `encoder` is given")
     if encoder is not None:
         encoder_source |= {} if encoder_revision is None else {"revision": encoder_revision}
         if encoder_revision is None:
             encoder, encoder_id, encoder_revision = find_base(encoder)
-        fields |= model_class.config_class.fields_of_encoder(encoder, encoder_source, fields)
         fields["encoder_config"] = AutoConfig.from_pretrained(encoder, **encoder_source)
         fields |= {
             "encoder_name_or_path": encoder_id or shown_name(encoder),
@@ -136,11 +133,6 @@ def _check_fields(config_class: Any, fields: dict[str, Any]) -> None:
         if base.__module__.rpartition(".")[2].startswith("configuration_"):
             known |= set(inspect.signature(base.__init__).parameters)
     known -= {"self", "kwargs", *_FIELDS_OF_THE_BASE}
-    if "quantization_config" in fields:
-        raise ValueError(
-            "a compressor starts from an unquantized base: leave `quantization_config` out, save the compressor, "
-            "and give it to `from_pretrained`"
-        )
     for name in fields:
         if name not in known:
             raise ValueError(f"{config_class.__name__} has no field {name!r}{nearest(name, known)}")

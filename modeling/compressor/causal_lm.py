@@ -17,7 +17,7 @@ from ...configuration.configuration_compressor import CompressorConfig
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import num_cached_slots
 from ..parts.base_precision import head_logits
-from ..parts.cache_name import CACHE, one_cache
+from ..parts.cache_name import CACHE
 from ..parts.packing import left_padded
 from .backbone import CompressorHead
 from .modeling_compressor import CompressorModel
@@ -116,7 +116,7 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            cache=one_cache(cache, past_key_values),
+            cache=past_key_values if cache is None else cache,
             context_input_ids=context_input_ids,
             context_attention_mask=context_attention_mask,
             memory=memory,
@@ -191,11 +191,10 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         question = inputs if input_ids is None else input_ids
         if question is None:
             raise ValueError("`input_ids` are needed: the question, or at least one token such as BOS")
-        if inputs is not None and input_ids is not None:
-            raise ValueError("give the question either as `inputs` or as `input_ids`, not both")
         check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
         # The library would cut the question by the cache's length, which counts the slots.
-        cache = one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
+        cache, older = (kwargs.pop(name, None) for name in ("cache", "past_key_values"))
+        cache = older if cache is None else cache
         if attention_mask is None:
             attention_mask = self._mask_of_pads(question, kwargs)
         if attention_mask is not None:
@@ -287,5 +286,5 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
     ) -> dict[str, Any]:
         # With its cache hidden, the library leaves the mask two-dimensional; `forward` puts the slots' mask in front.
         model_inputs = super().prepare_inputs_for_generation(input_ids, **{CACHE: None}, **kwargs)
-        model_inputs["cache"] = one_cache(cache, past_key_values)
+        model_inputs["cache"] = past_key_values if cache is None else cache
         return model_inputs

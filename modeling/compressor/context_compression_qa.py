@@ -143,8 +143,6 @@ class ContextCompressionQAPipeline(Pipeline):
         if (store is None) != (ids is None):
             raise ValueError("give `store` and `ids` together")
         if store is not None:
-            if store.model_id != self.model.model_id:
-                raise ValueError(f"the store is of the model {store.model_id!r}, not of {self.model.model_id!r}")
             memory = store.get(ids).to(self.device, self.model.dtype)
             kwargs.setdefault("join", self._preprocess_params.get("join", LIKELIEST))
         if context is None and kwargs.get("max_tokens") is not None:
@@ -193,11 +191,6 @@ class ContextCompressionQAPipeline(Pipeline):
         if not rows:
             raise ValueError("`documents` is an empty list")
         by_row = isinstance(ratio, Tensor) and ratio.dim() > 0
-        if by_row and tuple(ratio.shape) != (len(rows),):  # type: ignore[union-attr]
-            raise ValueError(
-                f"`ratio` must be a single one or have one value for each of the {len(rows)} documents, got shape "
-                f"{tuple(ratio.shape)}"  # type: ignore[union-attr]
-            )
         order, parts = [], []
         with logging.tqdm(total=len(rows), unit="text", disable=not show_progress_bar) as progress:
             lengths = [sum(map(len, row)) for row in rows]
@@ -450,10 +443,7 @@ class ContextCompressionQAPipeline(Pipeline):
         return memories
 
     def _size(self, batch_size: int | None) -> int:
-        size = (self._batch_size or BATCH_SIZE) if batch_size is None else batch_size
-        if size < 1:
-            raise ValueError(f"`batch_size` must be 1 or more, got {size}")
-        return size
+        return (self._batch_size or BATCH_SIZE) if batch_size is None else batch_size
 
     def _answers(
         self,

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPa
 from ..memory.compressed_context import CompressedContext
 from ..parts.attention_masks import seeing_mask, with_sight
 from ..parts.base_precision import head_logits
-from ..parts.cache_name import CACHE, one_cache
+from ..parts.cache_name import CACHE
 from ..parts.packing import left_padded, pack
 from .backbone import CompressorHead
 from .question_conditioning import check_question, own_tokens, question_in_front, with_start
@@ -184,7 +184,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             ValueError: no context, two of them, no text, or what `compress` refuses.
         """
         check_keywords(kwargs)
-        cache = one_cache(cache, past_key_values)
+        cache = past_key_values if cache is None else cache
         has_text = memory is not None or context_input_ids is not None
         return_dict = kwargs.pop("return_dict", None)
         loss_arguments = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
@@ -274,24 +274,19 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
 
         Raises:
             ValueError: neither memory nor context, both of them, another question than the memory was compressed with,
-                `decoder_input_ids` beside a memory or context, or a `prefill_chunk_size`; see also `compress`.
-            TypeError: a cache for another kind of model.
+                or a `prefill_chunk_size`; see also `compress`.
         """
-        if inputs is not None and input_ids is not None:
-            raise ValueError("give the tokens either as `inputs` or as `input_ids`, not both")
         input_ids = inputs if input_ids is None else input_ids
         # Some tokenizers add it; T5 has no use for it.
         kwargs.pop("token_type_ids", None)
-        cache = one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
-        if cache is not None and not isinstance(cache, EncoderDecoderCache):
-            raise TypeError(f"`cache` must be a transformers.EncoderDecoderCache, got {type(cache).__name__}")
+        cache, older = (kwargs.pop(name, None) for name in ("cache", "past_key_values"))
+        cache = older if cache is None else cache
         if cache is not None:
             kwargs[CACHE] = cache
-        if size := self._setting("prefill_chunk_size", kwargs):
-            # The library would cut the mask of the slots in place of the text's.
-            raise ValueError(f"`prefill_chunk_size` is for causal language models: leave it out, got {size}")
-        if self._setting("assistant_model", kwargs) is not None:
-            raise ValueError("`assistant_model` drafts without the memory: leave it out")
+        # An assistant drafts without the memory, and chunks would be cut from the slots' mask.
+        for name in ("assistant_model", "prefill_chunk_size"):
+            if self._setting(name, kwargs) is not None:
+                raise ValueError(f"`{name}` does not go with an encoder-decoder: leave it out")
         if memory is not None or context_input_ids is not None:
             context = (context_input_ids, context_attention_mask)
             return self._answer(input_ids, attention_mask, memory, context, ratio, kwargs)
@@ -325,11 +320,6 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         """Answer questions behind a memory: questions and new tokens."""
         chunk_lengths = kwargs.pop("context_chunk_lengths", None)
         check_source(context[0], memory, ratio, context[1], chunk_lengths)
-        other_texts = ("decoder_input_ids", "decoder_attention_mask", "inputs_embeds", "decoder_inputs_embeds")
-        if extra := [name for name in other_texts if kwargs.get(name) is not None]:
-            raise ValueError(
-                f"with `memory` or `context_input_ids` the decoder's text is `input_ids`; leave out {', '.join(extra)}"
-            )
         start, in_encoder = self.config.decoder_start_token_id, self.config.compresses_questions
         has_question = question is not None
         if question is None:

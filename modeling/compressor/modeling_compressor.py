@@ -32,7 +32,7 @@ from ..memory.key_value_memory import (
 )
 from ..parts.attention_masks import run_backbone
 from ..parts.base_precision import in_base_precision
-from ..parts.cache_name import CACHE, one_cache
+from ..parts.cache_name import CACHE
 from ..parts.lora import DECODER, ENCODER, OWN_ADAPTERS, SHARED, inject_lora, use_adapter
 from ..parts.packing import PackedSequence, pack, reads_falling_ids_as_packed, text_positions, through_first
 from ..parts.pooling import mean_pool, window_sizes
@@ -299,7 +299,7 @@ class CompressorModel(CompressorBackbone):
         beside = self.beside_contexts(kwargs) if kwargs else {}
         if beside and context_input_ids is None:
             raise ValueError(f"`{'`, `'.join(beside)}` must come with `context_input_ids`, and there are none")
-        cache = one_cache(cache, past_key_values)
+        cache = past_key_values if cache is None else cache
         is_cached = cache is not None and bool(cache.get_seq_length())
         # Checkpointed layers take no cache that is written to, and would silently do without the memory in it.
         if self.training and any(getattr(m, "gradient_checkpointing", False) for m in self.language_model.modules()):

@@ -99,8 +99,6 @@ def export_decoder(
         ValueError: an unknown form, a folder with files, a model whose memories no server takes, or, for "lora", a
             decoder without adapters or one whose own weights have trained, too.
     """
-    if form not in EXPORT_FORMS:
-        raise ValueError(f"the form must be one of {list(EXPORT_FORMS)}, got {form!r}")
     check_decoder_served(model)
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

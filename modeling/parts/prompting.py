@@ -126,8 +126,6 @@ def _around_document(
 ) -> tuple[list[int], list[int]]:
     """What stands in front of a document or its slots, and behind it."""
     prompt = config.question_prompt if prompt is None else prompt
-    if not isinstance(prompt, str):
-        raise TypeError(f"`prompt` must be a text with {{question}} in it, got {prompt!r}")
     if prompt.count("{question}") != 1:
         raise ValueError(f"`prompt` must hold {{question}} exactly once, got {prompt!r}")
     # str.format would trip over braces inside the question.
@@ -156,9 +154,7 @@ def restored_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -
     token = config.reconstruction_token_id
     if not config.restores_context_start or token is None or config.is_encoder_decoder:
         return []
-    start = context_start_ids(tokenizer)
-    # A BOS that is the task token stands for that of the context, except where it takes the position in front of it.
-    return [] if token in start and config.position_layout != "enhanced" else start
+    return context_start_ids(tokenizer)
 
 
 def message_ids(
@@ -185,10 +181,6 @@ def message_ids(
         raise ValueError("`messages` is empty: give a question, or messages with `role` and `content`")
     if messages[-1]["role"] != "user":
         raise ValueError(f"the last of `messages` must be the user's, who asks, got {messages[-1]!r}")
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"the tokenizer has no chat template for {len(messages)} messages: give one question, as text"
-        )
     if config.prompt_format == "chat":
         chat = chat_ids(tokenizer, messages)
         if document_ids is not None:

@@ -123,8 +123,6 @@ def test_the_pipeline_returns_rows_in_order_from_batches_of_any_size(pipe, capfd
     assert "7/7" in capfd.readouterr().err
     ratios = torch.tensor([2, 4, 4, 2, 2, 4, 2])
     assert pipe.compress(TEXTS, ratio=ratios, batch_size=2).ratio.tolist() == ratios.tolist()
-    with pytest.raises(ValueError, match="`batch_size` must be 1 or more, got 0"):
-        pipe.compress(TEXTS, batch_size=0)
 
 
 def test_the_first_tokens_of_a_long_text_are_those_of_the_whole_and_not_all_is_read(pipe):

@@ -63,6 +63,3 @@ def test_a_collection_is_compressed_searched_and_answered_from(small_checkpoints
     ):
         with pytest.raises(ValueError, match=message):
             pipe("Who?", **wrong)
-    monkeypatch.setattr(type(store), "model_id", "another")
-    with pytest.raises(ValueError, match="the store is of the model 'another'"):
-        pipe("Who?", store=store, ids=ids)

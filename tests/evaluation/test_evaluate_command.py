@@ -70,8 +70,6 @@ def test_command_scores_a_plain_language_model(folders, tmp_path, capsys):
     argv += ["--tasks", CONTINUATION, "--config", "{context_tokens: 8, continuation_tokens: 4}"]
     assert main([*argv, "--output", str(output)]) == 0
     assert {row["condition"] for row in json.loads(output.read_text())["rows"]} == {"no_context", "full_context"}
-    assert main([*argv, "--ratios", "4"]) == 1
-    assert "plain language model, scored without context and with full context only" in capsys.readouterr().err
     assert main([*argv, "--plots", str(tmp_path)]) == 1
     assert "--plots draws quality by ratio, and nothing is compressed here" in capsys.readouterr().err
 

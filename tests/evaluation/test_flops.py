@@ -195,8 +195,6 @@ def test_every_method_has_a_count():
     for base in bases:
         for method in methods_on(base):
             assert method_config(method, base, (4,)).compression_flops(100, 4) > 0
-    with pytest.raises(ValueError, match="no count of operations for 'llama'"):
-        compression_flops(llama(), 100, 4)
 
 
 # --- shapes and the table ---

@@ -96,9 +96,6 @@ def test_other_samples_are_not_compared():
     # Other windows of a text have its name.
     with pytest.raises(ValueError, match=r"'another window'.* not once in each"):
         paired_difference(one, [replace(one[0], references=["another window"]), one[1]], "f1", "ratio=4")
-    two = [*one, *answers_of([1.0], "nq")]
-    with pytest.raises(ValueError, match="must be of one data set and task"):
-        paired_difference(two, two, "f1", "ratio=4")
     with pytest.raises(ValueError, match=r"there is no 'f2' under the condition 'ratio=4'; there are .*'f1'"):
         paired_difference(one, one, "f2", "ratio=4")
     with pytest.raises(ValueError, match="there are no samples to compare"):

@@ -289,7 +289,7 @@ def test_limits_are_refusals_that_say_what_is_allowed(serve, pipe, gate):
             "must stand before",
             None,
         ),
-        ({"messages": [*user, *user]}, 400, "the tokenizer has no chat template for 2 messages", None),
+        ({"messages": [*user, *user]}, 400, "chat template refuses these messages", None),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "", None),
     ):
         error = running.refusal(status, "POST", chat, body, key)

@@ -216,9 +216,6 @@ def test_task_tokens_stand_behind_the_vocabulary_by_default(tiny_base_config):
     base = tiny_base_config()
     assert ICAEConfig(decoder_config=base).task_token_ids == {"[AE]": AE, "[LM]": LM}
     assert ICAEConfig(decoder_config=base, task_token_ids={}).task_token_ids == {}
-    config = FiveHundredXConfig(decoder_config=base, reconstruction_trigger="bos")
-    assert config.task_token_ids == {"[LM]": AE}
-    assert config.reconstruction_token_id == BOS
     assert CompressionTokensConfig(decoder_config=base).task_token_ids == {}
 
 

@@ -248,7 +248,6 @@ def test_the_checkpoints_own_prompt_and_heading_are_taken(form_case, tiny_tokeni
         ({"context": "a", "max_tokens": 1}, ValueError, "`max_tokens` must be above 1, the tokens that open"),
         ({"context": "a", "prompt": "Q:"}, ValueError, r"`prompt` must hold \{question\} exactly once, got 'Q:'"),
         ({"context": "a", "ratio": [2, 3]}, ValueError, r"`ratio` must be a single one, got \[2, 3\]"),
-        ({"context": "a", "batch_size": 0}, ValueError, "`batch_size` must be 1 or more, got 0"),
         ({"context": "a", "num_return_sequences": 2}, ValueError, "`num_return_sequences` must be 1"),
         ({"context": "a", "join": "no"}, ValueError, "`join` must be True, False or 'likeliest', got 'no'"),
         ({"context": "a", "full_text": True, "ratio": 2}, ValueError, "`full_text` compresses nothing: leave out"),

@@ -111,8 +111,6 @@ def test_numbers_and_names_stay_whatever_their_scores(compressor):
     kept = compressor.compress_text(text, 8, keep=("numbers", "names"))
     assert kept == "... 1974 ... Clara Holm, ... 43,"
     assert {"1974", "43,"} <= set(compressor.compress_text(text, 3, keep=["numbers"]).split())
-    with pytest.raises(ValueError, match="numbers, names, got 'verbs'"):
-        compressor.compress_text(text, keep=["verbs"])
     with pytest.raises(ValueError, match=r"at least 1, got 0\.5"):
         compressor.compress_text(text, 0.5)
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """xRAG beside a naive twin, a sentence encoder with its own tokenizer, counts and sizes."""
 
-import json
-import shutil
-
 import pytest
 import torch
 from tiny_bases import base_config, ids_of
@@ -121,29 +118,3 @@ def test_what_the_encoders_tokenizer_puts_around_a_text_stands_around_each_passa
         assert loaded.generate(TEXT, memory=memory, max_new_tokens=3, do_sample=False).equal(answer), name
     own = XRAGForCausalLM.from_base(folders[0], encoder=folders[1], compression_ratios=[7], passage_end_ids=[SEP, SEP])
     assert (own.config.passage_start_ids, own.config.passage_end_ids) == ([], [SEP, SEP])
-
-
-@pytest.mark.slow
-def test_the_readout_is_that_which_is_published_beside_the_encoder(folders, tmp_path, caplog):
-    shutil.copytree(folders[1], tmp_path / "encoder")
-    file = tmp_path / "encoder" / "1_Pooling" / "config.json"
-    file.parent.mkdir()
-
-    def readout(published: dict, **fields) -> str:
-        file.write_text(json.dumps({"word_embedding_dimension": 48, "include_prompt": True, **published}))
-        given = {"compression_ratios": [7], **fields}
-        return XRAGForCausalLM.from_base(folders[0], encoder=tmp_path / "encoder", **given).config.passage_readout
-
-    modes = {"pooling_mode_cls_token": "first_token", "pooling_mode_mean_tokens": "mean"}
-    for mode, expected in {**modes, "pooling_mode_lasttoken": "last_token"}.items():
-        assert readout({**dict.fromkeys(modes, False), mode: True}) == expected
-    assert readout({"pooling_mode": "mean"}) == "mean"
-    assert not caplog.text
-    for published, named in (({"pooling_mode": "max"}, r"\['max'\]"), ({}, r"are \[\]")):
-        with pytest.raises(ValueError, match=rf"{named} .*which is none of .*give the `passage_readout`"):
-            readout(published)
-        assert readout(published, passage_readout="first_token") == "first_token"
-    file.unlink()
-    model = XRAGForCausalLM.from_base(folders[0], encoder=file.parents[1], compression_ratios=[7])
-    assert model.config.passage_readout == "last_token"
-    assert "has no 1_Pooling/config.json" in caplog.text

@@ -157,7 +157,6 @@ METHODS = [
             "uniform": {"chunk_size": 6, "position_layout": "uniform"},
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced"},
             "fixed": {"chunk_size": 6, "memory_tokens": "fixed", "position_layout": "enhanced"},
-            "bos": {"reconstruction_trigger": "bos", "position_layout": "enhanced"},
             "all_linear": {"encoder_lora": SMALL_LORA},
             "own_encoder": {"encoder_config": {}},
             "tied": {"decoder_config": {"tie_word_embeddings": True}},
@@ -429,9 +428,7 @@ BACKBONE_CASES = [
 ]
 VARIANT_CASES = [case.on(variant=variant) for case in METHOD_CASES for variant in case.method.hard]
 # Fields that move slots and text, and those that no stored weight depends on.
-PLACE_FIELDS = frozenset(
-    ["chunk_size", "position_layout", "bos_before_slots", "memory_tokens", "task_token_ids", "reconstruction_trigger"]
-)
+PLACE_FIELDS = frozenset(["chunk_size", "position_layout", "bos_before_slots", "memory_tokens", "task_token_ids"])
 WEIGHTLESS_FIELDS = PLACE_FIELDS | {
     *("encoder_attention", "token_attention", "embedding_residual", "window_size", "segment_windows"),
     *("gate_temperature", "transport_epsilon", "shuffled_receivers", "uniform_sender_share", "literal_equations"),

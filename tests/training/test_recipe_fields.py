@@ -76,17 +76,13 @@ def test_null_on_the_command_line_takes_back_what_a_recipe_says(tmp_path, base_f
         ({"learning_rte": 1}, [], "unknown field 'learning_rte'; did you mean 'learning_rate'"),
         ({}, ["--max_step", "3"], "unknown field '--max_step'; did you mean 'max_steps'"),
         ({"objective": "distilation"}, [], "did you mean 'distillation'"),
-        ({"alpha": 1.5}, [], "alpha must be from 0 to 1, got 1.5"),
         ({"ratio_schedule": [[0.5, [2]]]}, [], "ratio_schedule must be a list of .* the first fraction 0"),
         ({"ratio_schedule": [[0.0, [2]]], "ratio_mode": "per_sample"}, [], "got ratio_mode 'per_sample'"),
         ({"task_schedule": [[0.0, ["repeat"]]]}, [], "task_schedule must be a list of .* got"),
         ({"length_schedule": [[0.5, 10], [0.1, 20]]}, [], "length_schedule must be"),
-        ({"min_context_tokens": 2000}, [], r"min_context_tokens must be at most 60 \(max_context_tokens\)"),
         ({"sources": "text"}, [], "sources must be a list"),
         ({"model_config": [1]}, [], "model_config must be a mapping"),
         ({}, ["--method_config", "{compression_ratios: [4"], "method_config is not valid YAML: line 1, column 24: "),
-        ({"max_document_tokens": 0}, [], "max_document_tokens must be a finite number of at least 1, got 0"),
-        ({}, ["--kl_weight", "nan"], "kl_weight must be a finite number of at least 0, got nan"),
     ],
 )
 def test_wrong_fields_and_values_are_refused(tmp_path, recipe, argv, message):
@@ -147,9 +143,7 @@ def test_wrong_recipes_are_refused(tmp_path):
         ({"objective": "denoising", "base": "BASE"}, "objective of mean_pooling: 'denoising'; allowed"),
         ({"base": "BASE", "max_steps": -1, "length_schedule": [[0, 60]]}, "needs max_steps, or num_train_epochs 1"),
         ({"method": "decal", "model_config": {"d_modell": 8}, "tokenizer": "BASE"}, "did you mean 'd_model'"),
-        ({"checkpoint": "BASE", "encoder": "BASE"}, "encoder goes with base"),
         ({"checkpoint": "BASE", "method_config": {"compression_ratios": [2]}}, "method_config is fixed by the check"),
-        ({"base": "BASE", "fit_scorers": 2}, "ranked_key_values, not with MeanPoolingForCausalLM"),
         (
             {"base": "BASE", "ratio_schedule": [[0, [3]]], "method_config": {"compression_ratios": [2]}},
             r"ratios \[3\]",

@@ -3,7 +3,6 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig
 
 from context_compressors.configuration.configuration_decal import DeCALConfig
-from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.configuration.configuration_pcc import PCCConfig
@@ -41,11 +40,6 @@ def test_a_reconstruction_restores_what_stands_in_front_of_a_context(own_tokeniz
     assert restored_ids(model, own_tokenizer) == [bos]
     assert start_ids(model, own_tokenizer, []) == [401]
     assert restored_ids(PCCConfig(decoder_config=base), own_tokenizer) == []
-    # As the trigger, BOS is the context's first token itself, unless it has the position in front of it.
-    for layout, restored in (("default", []), ("uniform", []), ("enhanced", [bos])):
-        config = FiveHundredXConfig(decoder_config=base, reconstruction_trigger="bos", position_layout=layout)
-        assert restored_ids(config, own_tokenizer) == restored
-        assert start_ids(config, own_tokenizer, [], "reconstruction") == [bos]
     assert restored_ids(MeanPoolingConfig(decoder_config=base), own_tokenizer) == []
     assert restored_ids(DeCALConfig(), own_tokenizer) == []
     starts = text_starts(model, own_tokenizer)

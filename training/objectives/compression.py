@@ -20,7 +20,7 @@ from ..loading import load_compressor, load_tokenizer
 from .compression_collator import CompressionCollator
 from .compression_dataset import CompressionDataset
 from .compression_trainer import CompressionTrainer
-from .encoder_decoder import Seq2SeqCollator, Seq2SeqCompressionTrainer, check_vocabulary
+from .encoder_decoder import Seq2SeqCollator, Seq2SeqCompressionTrainer
 from .packed_texts import PackedTexts
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,6 @@ def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingCo
     recipe = (model, tokenizer, data_args, args, args.context_mode)
     if not model.config.is_encoder_decoder:
         return CompressionTrainer(**trainer_arguments(*recipe))
-    check_vocabulary(model, tokenizer)
     arguments = trainer_arguments(
         *recipe,
         collator_class=Seq2SeqCollator,

@@ -130,8 +130,6 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
                 f"context_mode {self.args.context_mode!r} needs batches with{'' if not has_context else 'out'} "
                 f"context_input_ids: use CompressionCollator(mode={mode!r})"
             )
-        if self.args.ratio_mode == "per_sample" and has_context and "ratio" not in inputs:
-            raise ValueError("ratio_mode 'per_sample' needs a ratio in each row: use CompressionCollator(ratios=...)")
 
     def _memories(self, batch: dict[str, Tensor]) -> tuple[list[tuple[str, CompressedContext | None]], Tensor | float]:
         """The name of each loss of the step and the memory that its text is read behind, all from one encoding; and

@@ -13,7 +13,7 @@ from ...data.task_tokens import add_sentinel_tokens
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from .compression import load, trainer_arguments
 from .compression_collator import CompressionCollator
-from .encoder_decoder import Seq2SeqCompressionTrainer, check_vocabulary
+from .encoder_decoder import Seq2SeqCompressionTrainer
 from .packed_texts import PackedTexts
 
 
@@ -139,7 +139,6 @@ def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingCo
     """Return the trainer of a recipe; its tokenizer gets T5's sentinels."""
     model, tokenizer = load(model_args, args)
     sentinel_ids = add_sentinel_tokens(tokenizer)
-    check_vocabulary(model, tokenizer)
     corruption = SpanCorruption(data_args.noise_density, data_args.mean_span_length)
     collating = {"sentinel_ids": sentinel_ids, "end_id": tokenizer.eos_token_id, "corruption": corruption}
     recipe = (model, tokenizer, data_args, args, "compressed", DenoisingDataset, SpanCorruptionCollator)

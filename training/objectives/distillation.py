@@ -50,9 +50,6 @@ class DistillationTrainer(CompressionTrainer):
                     "teacher, which may be the same base"
                 )
             return
-        sizes = [m.get_output_embeddings().weight.shape[0] for m in (model, teacher)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(f"student and teacher must share a vocabulary, got {sizes[0]} and {sizes[1]} tokens")
         teacher.requires_grad_(False).eval()
         self.teacher = self.accelerator.prepare_model(teacher, evaluation_mode=True)
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...modeling.memory.compressed_context import CompressedContext
 from .compression_collator import CompressionCollator
@@ -56,12 +55,3 @@ class Seq2SeqCompressionTrainer(CompressionTrainer):
     def _states(self, batch: dict[str, Tensor], memory: CompressedContext | None, prefix: str = "") -> Tensor:
         text = {name: batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask")}
         return self._unwrapped().text_states(**text, memory=memory, use_cache=False).last_hidden_state
-
-
-def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `ValueError` when the tokenizer has tokens that the model has no embedding for."""
-    if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}: it lacks sentinels, "
-            "which a new model (model_config) gets, or it is another model's"
-        )

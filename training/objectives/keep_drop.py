@@ -193,8 +193,6 @@ def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingCo
         raise ValueError("keep_drop needs base, an encoder, and teacher, a checkpoint of ranked_key_values")
     teacher = load_from_place(model_args.teacher, dtype=model_args.dtype or "auto").to(args.device).eval()
     reading = tokenizer_from_place(model_args.teacher)
-    if not hasattr(teacher.base_model, "token_scores"):
-        raise ValueError(f"the teacher must be a checkpoint of ranked_key_values, got a {type(teacher).__name__}")
     teacher.merge_adapters()
     texts = list(islice(drawn_texts(data_args, reading, args.seed), max(args.label_texts, _VOCABULARY_TEXTS)))
     rows = labelled_texts(teacher, reading, texts[: args.label_texts], Path(args.output_dir, LABELS_FILE))

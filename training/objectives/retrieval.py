@@ -69,14 +69,12 @@ class RetrievalPairs(Dataset):
     """
 
     def __init__(self, data: DataArguments, tokenizer: PreTrainedTokenizerBase):
-        if not data.sources:
-            raise ValueError("there are no sources: give at least one {corpus, queries, relevance}")
         self._encode_query = TextEncoder(tokenizer, data.max_query_tokens)
         self._encode_document = TextEncoder(tokenizer, data.max_context_tokens)
         self._corpora: list[dict[str, str]] = []
         self._queries: list[dict[str, str]] = []
         self._pairs: list[tuple[int, str, str]] = []
-        for number, source in enumerate(data.sources):
+        for number, source in enumerate(data.sources or ()):
             judged = JudgedQueries(source, data.data_dir)
             self._corpora.append(dict(judged.documents()))
             self._queries.append(dict(zip(judged.query_ids, judged.queries, strict=True)))
