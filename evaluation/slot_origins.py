@@ -151,24 +151,13 @@ def slot_origins(model: PreTrainedModel, ids: Sequence[int], ratio: int | None =
     Raises:
         ValueError: a document without tokens, or a ratio that the checkpoint lacks.
     """
-    kind = origin_kind(model.base_model)
+    kind = model.base_model.slot_origin
     if kind is None:
         return None
     size = model.config.chunk_size or max(1, len(ids))
     parts = [ids[start : start + size] for start in range(0, max(1, len(ids)), size)]
     rows = (torch.tensor([list(part)], device=model.device) for part in parts)
     return SlotOrigins(kind, tuple(slot_weights(model.base_model, kind, row, ratio).float().cpu() for row in rows))
-
-
-def origin_kind(backbone: Any) -> str | None:
-    """Where the weights of `SlotOrigins` come from; `None` for a method without any."""
-    if hasattr(backbone, "transmission"):
-        return PLAN
-    if getattr(backbone, "memory_embeddings", None) is not None:
-        return ATTENTION
-    if getattr(backbone, "pools_windows", False):
-        return WINDOWS
-    return KEPT if hasattr(backbone, "kept_tokens") else None
 
 
 def slot_weights(backbone: Any, kind: str, input_ids: Tensor, ratio: int | None) -> Tensor:

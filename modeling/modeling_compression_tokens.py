@@ -40,13 +40,11 @@ class CompressionTokensModel(MemoryTokenModel):
 
     def read_memory(self, rows: MemoryRows) -> list[Tensor]:
         # Section 3: the encoder reads t_1 ... t_L, c_1 ... c_ceil(L/r); the states of the c_k are the slots.
-        return [self._project(slots) for slots in self.token_states(rows)]
-
-    def _project(self, slots: Tensor) -> Tensor:
-        # Section 5.1: a learned matrix W follows.
+        states = self.token_states(rows)
         if self.slot_projection is None:
-            return slots
-        return self.slot_projection(slots).to(slots.dtype)
+            return states
+        # Section 5.1: a learned matrix W follows.
+        return [self.slot_projection(slots).to(slots.dtype) for slots in states]
 
 
 class CompressionTokensForCausalLM(CompressorForCausalLM):

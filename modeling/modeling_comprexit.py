@@ -301,6 +301,7 @@ class ComprExITModel(CompressorModel):
 
     config_class = ComprExITConfig
     method_parts = ("layer_gate", "transmission", "slot_mlp")
+    slot_origin = "plan"
 
     def __init__(self, config: ComprExITConfig):
         super().__init__(config)
@@ -400,18 +401,15 @@ class ComprExITModel(CompressorModel):
 
     def _slots(self, anchors: Tensor, mask: Tensor, ratio: int | Tensor) -> Tensor:
         if isinstance(ratio, Tensor):
-            return self._slots_of_each_ratio(anchors, mask, ratio)
+            # Rows of one ratio together.
+            rows = [(ratio == value).nonzero()[:, 0] for value in ratio.unique()]
+            found = [self._slots(anchors[index], mask[index], int(ratio[index[0]])) for index in rows]
+            return pad_sequence([slots for of_ratio in found for slots in of_ratio], True)[torch.cat(rows).argsort()]
         with torch.autocast(anchors.device.type, enabled=False):
             # Section 3.2.2: compression slots.
             slots = self.transmission(anchors, mask, ratio)[0]
             # Equation 13: c_k = MLP(z_k).
             return self.slot_mlp(slots).to(self.dtype)
-
-    def _slots_of_each_ratio(self, anchors: Tensor, mask: Tensor, ratios: Tensor) -> Tensor:
-        """`_slots` where rows have ratios of their own: those of one ratio together."""
-        rows = [(ratios == value).nonzero()[:, 0] for value in ratios.unique()]
-        found = [self._slots(anchors[index], mask[index], int(ratios[index[0]])) for index in rows]
-        return pad_sequence([slots for of_ratio in found for slots in of_ratio], True)[torch.cat(rows).argsort()]
 
 
 class ComprExITForCausalLM(CompressorForCausalLM):

@@ -105,7 +105,7 @@ class GMSAModel(CompressorModel):
     """
 
     config_class = GMSAConfig
-    pools_windows = True
+    slot_origin = "windows"
     method_parts = ("width_map",)
 
     def __init__(self, config: GMSAConfig):

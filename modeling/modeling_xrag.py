@@ -29,7 +29,7 @@ class XRAGModel(CompressorModel):
 
     config_class = XRAGConfig
     method_parts = ("slot_mlp",)
-    pools_windows = True
+    slot_origin = "windows"
     checked_architectures = (*CompressorModel.checked_architectures, "bert")
 
     def __init__(self, config: XRAGConfig):

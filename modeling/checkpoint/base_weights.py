@@ -126,11 +126,6 @@ class BaseRecord:
         self.sums = {own_name(name): (tensor.dtype, _checksums(tensor)) for name, tensor in tensors}
         self._modules = {name.rpartition(".")[0] for name in self.sums}
 
-    @property
-    def is_on_the_hub(self) -> bool:
-        """Whether all bases can be had by name."""
-        return all(entry["repo_id"] is not None for entry in self.entries.values())
-
     def without_base(self, state: Mapping[str, Tensor], trained: set[str]) -> dict[str, Tensor]:
         """The part of a state that differs from the bases: other parts, and base weights that train or changed."""
         return {name: tensor for name, tensor in state.items() if name in trained or not self._is_base(name, tensor)}

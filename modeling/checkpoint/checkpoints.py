@@ -311,7 +311,8 @@ def _check_base_stays(model: PreTrainedModel) -> None:
 def base_to_leave_out(model: PreTrainedModel, include_base: bool | None) -> BaseRecord | None:
     """Return the base that a light checkpoint leaves out; `None` for a full one."""
     record = base_record(model)
-    if include_base or (include_base is None and not (record and record.is_on_the_hub)):
+    is_on_the_hub = record is not None and all(entry["repo_id"] is not None for entry in record.entries.values())
+    if include_base or (include_base is None and not is_on_the_hub):
         return None
     _check_base_stays(model)
     if record is None:

@@ -39,8 +39,9 @@ class CompressorBackbone(CompressorPreTrainedModel):
     """`compress` of every compressor; a method adds `encode`."""
 
     memory_class = CompressedContext
-    # Whether a slot is made of a window of r neighbouring tokens, and of nothing else.
-    pools_windows = False
+    # What tells which tokens a slot is made of: a "plan", the "attention" of memory tokens, "windows" of r neighbours,
+    # or "kept", places of the context itself; see `slot_origins`.
+    slot_origin: str | None = None
     # Whether `encode` needs all chunks of a row, also those without tokens behind the last one of a short row.
     needs_whole_rows = False
     # Whether `encode` takes a list `own_losses`, to which it adds a loss of each row `(batch_size,)` while it trains.

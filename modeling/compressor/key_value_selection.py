@@ -51,6 +51,8 @@ class KeyValueSelectionModel(CompressorModel):
         config ([`KeyValueSelectionConfig`]): the configuration.
     """
 
+    slot_origin = "kept"
+
     @property
     def num_last_tokens(self) -> int:
         """Tokens at the end of what is read whose attention tells what stays; 0 where none does."""

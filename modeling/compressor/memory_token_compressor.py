@@ -92,6 +92,7 @@ class MemoryTokenModel(CompressorModel):
     """
 
     method_parts: tuple[str, ...] = ("memory_embeddings",)
+    slot_origin = "attention"
     # Whether a memory token sees the ones behind it, too.
     has_bidirectional_memory = False
 

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +32,7 @@ from ..memory.key_value_memory import (
 from ..parts.attention_masks import run_backbone
 from ..parts.base_precision import in_base_precision
 from ..parts.cache_name import CACHE
-from ..parts.lora import DECODER, ENCODER, OWN_ADAPTERS, SHARED, inject_lora, use_adapter
+from ..parts.lora import DECODER, ENCODER, OWN_ADAPTERS, SHARED, Passes, activated, inject_lora, use_adapter
 from ..parts.packing import PackedSequence, pack, reads_falling_ids_as_packed, text_positions, through_first
 from ..parts.pooling import mean_pool, window_sizes
 from .backbone import CompressorBackbone
@@ -53,16 +52,6 @@ logger = logging.get_logger(__name__)
 
 # What a compressor may learn beside a method's own parts.
 _COMMON_PARTS = ("task_embeddings", "marker_embeddings", "residual_map")
-
-
-class _BaseAlone(threading.local):
-    """Whether this thread wants the base without adapters."""
-
-    def __init__(self) -> None:
-        self.wanted = False
-
-    def __reduce__(self) -> tuple[type, tuple]:
-        return type(self), ()
 
 
 class CompressorModel(CompressorBackbone):
@@ -116,7 +105,8 @@ class CompressorModel(CompressorBackbone):
         self.residual_map = None
         if config.embedding_residual and not config.maps_slots:
             self.residual_map = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self._base_alone = _BaseAlone()
+        # Its names are `True` where this thread wants the base without adapters.
+        self._base_alone = Passes()
 
     @property
     def method_parameters(self) -> tuple[str, ...]:
@@ -218,24 +208,19 @@ class CompressorModel(CompressorBackbone):
     # --- adapters ---
 
     def _adapter(self, backbone: PreTrainedModel, name: str) -> AbstractContextManager[None]:
-        return in_base_precision(backbone, use_adapter(backbone, None if self._base_alone.wanted else name))
+        return in_base_precision(backbone, use_adapter(backbone, None if self._base_alone.names else name))
 
-    @contextmanager
-    def base_language_model(self) -> Iterator[None]:
+    def base_language_model(self) -> AbstractContextManager[None]:
         """Inside this block the adapters are off: without a context, `forward` is the untouched base model's.
 
         Other threads that use the model meanwhile, also those that are started in the block, have their adapters on.
         """
-        before, self._base_alone.wanted = self._base_alone.wanted, True
-        try:
-            yield
-        finally:
-            self._base_alone.wanted = before
+        return activated(self._base_alone, True)
 
     def _replicate_for_data_parallel(self) -> CompressorModel:
         replica = super()._replicate_for_data_parallel()
         # Replicas work in threads of their own, and for the thread that makes them.
-        replica._base_alone = SimpleNamespace(wanted=self._base_alone.wanted)
+        replica._base_alone = SimpleNamespace(names=self._base_alone.names)
         return replica
 
     # --- the decoder ---
@@ -294,8 +279,12 @@ class CompressorModel(CompressorBackbone):
             raise ValueError(
                 "`input_ids` are needed, the text that follows the slots (`inputs_embeds` is not supported)"
             )
-        if memory is None and context_input_ids is None:
-            self._warn_of_no_context()
+        is_training = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if memory is None and context_input_ids is None and is_training and self.warns_of_no_context:
+            logger.warning_once(
+                "training without a context: rows bring no `context_input_ids` and no `memory`, so that nothing is "
+                "compressed and the language model reads the text alone; see `CompressionCollator`"
+            )
         beside = self.beside_contexts(kwargs) if kwargs else {}
         if beside and context_input_ids is None:
             raise ValueError(f"`{'`, `'.join(beside)}` must come with `context_input_ids`, and there are none")
@@ -349,14 +338,6 @@ class CompressorModel(CompressorBackbone):
         if sequence is not None:
             sequence.cut_to_text(outputs)
         return outputs if return_dict in (None, True) else outputs.to_tuple()
-
-    def _warn_of_no_context(self) -> None:
-        trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if trains and self.warns_of_no_context:
-            logger.warning_once(
-                "training without a context: rows bring no `context_input_ids` and no `memory`, so that nothing is "
-                "compressed and the language model reads the text alone; see `CompressionCollator`"
-            )
 
     def _checked_memory(
         self,

@@ -61,7 +61,7 @@ def mean_pool(
         places = slot_of_token.clamp(max=num_slots - 1)[:, :, None].expand(hidden_states.shape)
         sums = sums.scatter_add(1, places, hidden_states.to(dtype))
     sizes = window_sizes(counts, ratio, num_slots)
-    slot_mask = torch.arange(num_slots, device=mask.device) * _of_each_row(ratio) < counts[:, None]
+    slot_mask = torch.arange(num_slots, device=mask.device) < (-(-counts // ratio))[:, None]
     return (sums / sizes[:, :, None]).to(hidden_states.dtype), slot_mask.long()
 
 
@@ -75,10 +75,6 @@ def window_sizes(num_tokens: Tensor, ratio: int | Tensor, num_slots: int) -> Ten
     Returns:
         `(batch_size, num_slots)`; 1 for padding slots.
     """
-    ratio = _of_each_row(ratio)
+    ratio = ratio if isinstance(ratio, int) else ratio[:, None]
     slot_index = torch.arange(num_slots, device=num_tokens.device)
     return (num_tokens[:, None] - slot_index * ratio).clamp(min=1).clamp(max=ratio)
-
-
-def _of_each_row(ratio: int | Tensor) -> int | Tensor:
-    return ratio if isinstance(ratio, int) else ratio[:, None]

@@ -11,7 +11,7 @@ from context_compressors import cli
 from context_compressors.data.document_ids import document_id
 from context_compressors.data.synthetic_documents import generate_document, split_of
 from context_compressors.evaluation import needles
-from context_compressors.evaluation.needles import KINDS, draw_needle, needle_examples
+from context_compressors.evaluation.data_sets import NEEDLE_KINDS, draw_needle, needle_examples
 from context_compressors.evaluation.report import EvaluationReport
 
 # Running text whose sentences tell where they stand.
@@ -30,9 +30,9 @@ def test_needles_are_about_names_that_training_documents_never_say():
 @pytest.mark.parametrize("num_tokens", [120, 300, 1200])
 def test_contexts_have_their_length_and_one_needle_between_sentences(tokenizer, num_tokens):
     examples = needle_examples(TEXTS, tokenizer, num_tokens, 30)
-    assert [example["id"] for example in examples] == [f"{KINDS[n % 3]}/{n}" for n in range(30)]
+    assert [example["id"] for example in examples] == [f"{NEEDLE_KINDS[n % 3]}/{n}" for n in range(30)]
     for number, example in enumerate(examples):
-        needle = draw_needle(KINDS[number % 3], random.Random(f"0/needle/{number}"))
+        needle = draw_needle(NEEDLE_KINDS[number % 3], random.Random(f"0/needle/{number}"))
         assert (example["question"], example["answers"]) == (needle.question, list(needle.answers))
         context = example["context"]
         assert num_tokens - 8 <= len(encode(tokenizer, context)) <= num_tokens

@@ -114,7 +114,7 @@ def test_origins_of_slots_are_what_each_method_makes_them_of(llama, tokenizer):
     )
 
     # A method that says nothing of all this has no origins.
-    pooling.model.pools_windows = False
+    pooling.model.slot_origin = None
     assert slot_origins(pooling, ids) is None
     with pytest.raises(ValueError, match=r"1 to 64 tokens \(one chunk\), got 98"):
         attention_by_head(icae.model, rows)
