@@ -86,9 +86,6 @@ class CompressorConfig(PreTrainedConfig):
             whose weights it leaves out), `parent_model_name_or_path` (the checkpoint that it was fine-tuned from),
             `measured_chunks` (the most chunks of a document that its scores were measured on; the pipeline warns of
             longer ones), `code_version` and `config_schema`.
-
-    Raises:
-        ValueError: a value is not allowed; the message names the field, the value and what is allowed.
     """
 
     model_type = "context_compressor"

@@ -104,9 +104,6 @@ def load_datasets(
         seed: draws generated documents and needles.
         num_documents: number of generated documents, and of needles.
         document_tokens: length limit of these, where their source has none.
-
-    Raises:
-        ValueError: no such file, data set or kind of question, a column that is not there, or a data set without rows.
     """
     for place in sources:
         if isinstance(place, str) and (Path(data_dir or ".") / place).is_dir():

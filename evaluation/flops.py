@@ -32,9 +32,6 @@ def compression_flops(config: PreTrainedConfig, num_context_tokens: int, ratio: 
         config: a compressor's configuration.
         num_context_tokens: L.
         ratio: r, context tokens per slot.
-
-    Raises:
-        ValueError: another model's configuration, or a number below its least value.
     """
     return config.compression_flops(num_context_tokens, ratio)
 
@@ -60,9 +57,6 @@ def generation_flops(
         cached: with a key/value cache, where a later pass runs over one token against all keys so far; without, every
             pass runs over everything again, as equation 11 reads literally.
         slots_are_key_values: the slots stand in the cache from the start (500xCompressor).
-
-    Raises:
-        ValueError: key/value slots without a cache.
     """
     if config.is_encoder_decoder:
         return _cross_attending_flops(config, num_slots, question_length, answer_length, cached)
@@ -124,9 +118,6 @@ def flops_table(
         context_tokens: L; by default the mean of NaturalQuestions, as in GMSA's Table 7.
         question_tokens: L_q.
         answer_tokens: L_a.
-
-    Raises:
-        ValueError: a base or method that there is none of, or that do not go together.
     """
     config = config_of(base)
     is_compressor = isinstance(config, CompressorConfig)

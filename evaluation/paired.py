@@ -70,10 +70,6 @@ def paired_difference(
         metric: a mean over samples, which weigh alike, such as "f1"; of a perplexity, the mean of its logarithm is
             compared, in nats per token.
         first_condition, second_condition: such as "ratio=4" and "bm25=4"; the same one when the second is `None`.
-
-    Raises:
-        ValueError: not the same samples of one data set and task, a condition or a metric that is not there, a score
-            that is not finite, or a metric of a whole corpus.
     """
     if metric in _OF_A_CORPUS:
         raise ValueError(f"{metric} is a score of a whole corpus, which has no difference by sample: take another one")

@@ -71,9 +71,6 @@ class EvaluationSettings:
             is always cut on the right, a continuation on the left.
         allow_untrained_ratio: also compress at ratios that the checkpoint was not trained for.
         allow_trained_documents: also score documents that trained a model or chose it; the report says so.
-
-    Raises:
-        ValueError: a value that is not allowed.
     """
 
     tasks: tuple[str, ...] = DEFAULT_TASKS

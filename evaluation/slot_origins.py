@@ -89,9 +89,6 @@ def attention_by_head(
     Returns:
         For each layer `(batch_size, num_heads, num_memory_tokens, num_tokens)`; context tokens stand left-aligned,
         and pads have zero. A row sums up to less than 1: the rest went to the memory tokens themselves.
-
-    Raises:
-        ValueError: a method without memory tokens, or a context of several chunks.
     """
     chunks, chunk_ratio = one_chunk(backbone, input_ids, attention_mask, ratio)
     # Only this implementation gives its weights away.
@@ -147,9 +144,6 @@ def slot_origins(model: PreTrainedModel, ids: Sequence[int], ratio: int | None =
 
     Returns:
         The weights of the model's own parts; `None` where a slot has none.
-
-    Raises:
-        ValueError: a document without tokens, or a ratio that the checkpoint lacks.
     """
     kind = model.base_model.slot_origin
     if kind is None:

@@ -70,10 +70,6 @@ def write_targets(
 
     Returns:
         The record, with the counts "rows", "unfinished", "empty" and "truncated".
-
-    Raises:
-        TypeError: the teacher is a compressor, or no causal language model.
-        ValueError: sources without rows or columns, a context that does not fit, or an `output` that is there.
     """
     check_choice("task", task, TARGET_COLUMNS)
     if can_compress(teacher) or not teacher.can_generate() or teacher.config.is_encoder_decoder:

@@ -179,9 +179,6 @@ class ActivationBeaconModel(CompressorModel):
 
         Returns:
             Last hidden states of the texts' own tokens, `(batch_size, num_tokens, hidden_size)`.
-
-        Raises:
-            ValueError: a ratio that the checkpoint does not have, or what `compress` refuses.
         """
         text = self.context_rows(input_ids, attention_mask)
         check_together(text)
@@ -293,10 +290,6 @@ class SlidingMemory:
         model ([`ActivationBeaconModel`]): the compressor.
         ratio: context tokens for each beacon; the checkpoint's default if not given.
         max_slots: slots that stay at most, sinks included; the oldest beacons go first.
-
-    Raises:
-        ValueError: a ratio that the checkpoint does not have, or another number of slots than the sinks and the
-            base's positions allow.
     """
 
     def __init__(self, model: ActivationBeaconModel, ratio: int | None = None, max_slots: int = 1024):
@@ -318,9 +311,6 @@ class SlidingMemory:
     @torch.no_grad()
     def append(self, input_ids: Tensor) -> None:
         """Read on: `input_ids` `(batch_size, num_tokens)` are the next tokens of each text, without pads.
-
-        Raises:
-            ValueError: unknown token ids, or another number of texts than before.
         """
         check_together(self.model.context_rows(input_ids, None))
         if self._memory is None:
@@ -339,9 +329,6 @@ class SlidingMemory:
         """Return the memory as it is now, for `forward`, `generate` and `save`; the text may go on behind it.
 
         A window that is not full has its beacons, too, and is read anew when more of it has come.
-
-        Raises:
-            ValueError: nothing has been read.
         """
         if self._memory is None or not self.num_tokens:
             raise ValueError("nothing has been read: give the text to `append`, got no tokens")

@@ -337,9 +337,6 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
                 question stands in front of the context and counts in its length, and the memory answers no other one.
                 The decoder's start token in front of it and an EOS behind it are no part of it.
             question_attention_mask: its mask.
-
-        Raises:
-            ValueError: a question where the configuration places questions in the decoder, or beside `chunk_lengths`.
         """
         fingerprints = None
         if question_input_ids is not None:
@@ -360,9 +357,6 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
         **unknown: Any,
     ) -> EncodedSlots | tuple[Tensor, Tensor]:
         """Compress contexts into an [`EncodedSlots`], or a tuple; arguments and errors as of `compress`.
-
-        Raises:
-            TypeError: other arguments, such as TRL's `SFTTrainer` gives.
         """
         if unknown:
             raise TypeError(

@@ -27,9 +27,6 @@ class LayerSemanticAlignment(nn.Module):
     Args:
         decoder_config: configuration of the decoder.
         num_layers: number of blocks, k_LSA.
-
-    Raises:
-        ValueError: a decoder that is not built of `embed_tokens`, `layers` and `norm`.
     """
 
     def __init__(self, decoder_config: PreTrainedConfig, num_layers: int):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForTokenClassification, AutoTokenizer, PreTrainedTokenizerBase
 
-KEPT_KINDS = ("numbers", "names")
 # Tokens that neighbouring windows of a long text share.
 _OVERLAP = 64
 _WINDOWS_AT_ONCE = 16
@@ -79,9 +78,6 @@ class TextCompressor:
                 small ones above all, understand long runs better. 0 keeps the words of the highest scores.
             gap_mark: stands in place of the words of a gap in front of a run; "" for nothing. Its tokens count.
             tokenizer: the reader's, which counts tokens; the classifier's own by default.
-
-        Raises:
-            ValueError: a ratio below 1, or an unknown kind of words to keep.
         """
         if not 1 <= ratio < math.inf:
             raise ValueError(f"ratio must be a finite number of at least 1, got {ratio}")

@@ -83,9 +83,6 @@ def pretrained_base(name: str | os.PathLike) -> Path:
 
     Args:
         name: Hub id, such as `HuggingFaceTB/SmolLM2-135M-Instruct`; a folder comes back as it is.
-
-    Raises:
-        OSError: the base is not on this machine and cannot be fetched; the message says what was tried.
     """
     if os.path.isdir(name):
         return Path(name)
@@ -201,9 +198,6 @@ def load_from_place(
         revision: branch, tag or commit on the Hub.
         dtype: "auto" (as saved), "float32", "bfloat16" or "float16".
         trust_remote_code: run the code that a checkpoint brings.
-
-    Raises:
-        ValueError: a file that is broken, by name.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -224,9 +218,6 @@ def tokenizer_from_place(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, see `load_from_place`.
-
-    Raises:
-        ValueError: there is none, or a file of it is broken.
     """
     from transformers import AutoTokenizer
 

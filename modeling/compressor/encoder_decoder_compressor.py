@@ -178,10 +178,6 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             `logits` of shape `(batch_size, num_text_tokens, vocab_size)`, `loss` if there are labels, the cache, and
             the slots as `encoder_last_hidden_state`. `encoder_hidden_states` and `encoder_attentions` are those of
             what the encoder reads, latents and tokens, with a row for each chunk of a context.
-
-        Raises:
-            TypeError: ids, a ratio, a memory or a cache that are none, or a misspelt argument.
-            ValueError: no context, two of them, no text, or what `compress` refuses.
         """
         check_keywords(kwargs)
         cache = past_key_values if cache is None else cache
@@ -271,10 +267,6 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         Returns:
             As `GenerationMixin.generate`: the question and new tokens; or, of a context alone, as for any
             encoder-decoder, the start token and new tokens.
-
-        Raises:
-            ValueError: neither memory nor context, both of them, another question than the memory was compressed with,
-                or a `prefill_chunk_size`; see also `compress`.
         """
         input_ids = inputs if input_ids is None else input_ids
         # Some tokenizers add it; T5 has no use for it.

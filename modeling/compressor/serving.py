@@ -94,10 +94,6 @@ def export_decoder(
         form: "merged", a plain language model of the base's architecture with the decoder's adapters in its weights,
             and its tokenizer without the compressor's task tokens; or "lora", the adapters alone in PEFT's format, for
             a server of the base.
-
-    Raises:
-        ValueError: an unknown form, a folder with files, a model whose memories no server takes, or, for "lora", a
-            decoder without adapters or one whose own weights have trained, too.
     """
     check_decoder_served(model)
     folder = Path(folder)

@@ -83,9 +83,6 @@ def encoder_position_ids(
 
     Returns:
         The context ids of shape `(num_tokens,)` and the memory ids of shape `(num_memory_tokens,)`, LongTensors.
-
-    Raises:
-        ValueError: An unknown layout.
     """
     check_choice("layout", layout, POSITION_LAYOUTS)
     first = 0 if layout == "default" else chunk_start + 1
@@ -117,9 +114,6 @@ def decoder_position_ids(
 
     Returns:
         The memory ids of shape `(sum of memory_counts,)` and the text ids of shape `(num_text_tokens,)`, LongTensors.
-
-    Raises:
-        ValueError: An unknown layout, carrier or task, or lists of different lengths.
     """
     check_choice("layout", layout, POSITION_LAYOUTS)
     check_choice("carrier", carrier, ("embeddings", "key_values"))

@@ -47,9 +47,6 @@ class CompressionDataset(Dataset):
         seed: everything is drawn from it.
         context_tokenizer: the encoder's, where it reads other tokens than the decoder.
         ratio: context tokens per slot, by which the lengths are counted that batches are sorted by.
-
-    Raises:
-        ValueError: sources, weights or schedules that are not allowed or do not go together.
     """
 
     # Fewest tokens that a row's text has; shorter ones are passed over.
