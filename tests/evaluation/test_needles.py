@@ -10,7 +10,7 @@ from naive_twin import QA, encode
 from context_compressors import cli
 from context_compressors.data.document_ids import document_id
 from context_compressors.data.synthetic_documents import generate_document, split_of
-from context_compressors.evaluation import needles
+from context_compressors.evaluation import data_sets
 from context_compressors.evaluation.data_sets import NEEDLE_KINDS, draw_needle, needle_examples
 from context_compressors.evaluation.report import EvaluationReport
 
@@ -19,8 +19,8 @@ TEXTS = [" ".join(f"This is sentence {number} of text {text}." for number in ran
 
 
 def test_needles_are_about_names_that_training_documents_never_say():
-    names = {*needles._TOWNS, *needles._LAST_NAMES}
-    assert len(names) == len(needles._TOWNS) + len(needles._LAST_NAMES)
+    names = {*data_sets._TOWNS, *data_sets._LAST_NAMES}
+    assert len(names) == len(data_sets._TOWNS) + len(data_sets._LAST_NAMES)
     assert {split_of(name) for name in names} == {"test"}
     assert {split_of(draw_needle("numbers", random.Random(n)).answers[0]) for n in range(50)} == {"test"}
     seen = " ".join(generate_document(seed, num_tokens=400).text for seed in range(50))
