@@ -310,8 +310,7 @@ class SlidingMemory:
 
     @torch.no_grad()
     def append(self, input_ids: Tensor) -> None:
-        """Read on: `input_ids` `(batch_size, num_tokens)` are the next tokens of each text, without pads.
-        """
+        """Read on: `input_ids` `(batch_size, num_tokens)` are the next tokens of each text, without pads."""
         check_together(self.model.context_rows(input_ids, None))
         if self._memory is None:
             self._memory, self._unread = self.model.empty_memory(len(input_ids)), input_ids[:, :0]

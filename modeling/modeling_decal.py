@@ -356,8 +356,7 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
         return_dict: bool | None = None,
         **unknown: Any,
     ) -> EncodedSlots | tuple[Tensor, Tensor]:
-        """Compress contexts into an [`EncodedSlots`], or a tuple; arguments and errors as of `compress`.
-        """
+        """Compress contexts into an [`EncodedSlots`], or a tuple; arguments and errors as of `compress`."""
         if unknown:
             raise TypeError(
                 f"DeCALModel is an encoder and does not take {', '.join(sorted(unknown))}; DeCAL, an encoder-decoder, "

@@ -217,8 +217,7 @@ def load_from_place(
 def tokenizer_from_place(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model, see `load_from_place`.
-    """
+    """Load the tokenizer of a model, see `load_from_place`."""
     from transformers import AutoTokenizer
 
     place = name if revision else str(base_place(name))
