@@ -243,7 +243,7 @@ def add_results(
 def _same_positions(condition: str) -> list[str]:
     """The alternatives that fill as many positions as a ratio's slots."""
     name, _, ratio = condition.partition("=")
-    return [alternative_condition(kind, ratio) for kind in ALTERNATIVES if name == "ratio"]
+    return [alternative_condition(kind, int(ratio)) for kind in ALTERNATIVES if name == "ratio"]
 
 
 def _answers(

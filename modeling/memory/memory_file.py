@@ -61,8 +61,8 @@ def fields_of_file(tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict
                 # The first missing layer ends this, however many a header names.
                 fields[name] = tuple((tensors[keys], tensors[values]) for keys, values in names)
     fields["ratio"] = tensors["ratio"] if "ratio" in tensors else int(metadata["ratio"])
-    names = {name: metadata[name] for name in ("model_id", "position_layout")}
-    return {**fields, **names, "source": metadata.get("source", "")}
+    texts = {name: metadata[name] for name in ("model_id", "position_layout")}
+    return {**fields, **texts, "source": metadata.get("source", "")}
 
 
 def write_memory_file(path: str | os.PathLike, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -41,7 +41,7 @@ def run_backbone(
     # FlashAttention removes pads by their mask.
     needs_no_mask = config.model_type not in _ALIBI and config._attn_implementation in _WITH_PADS
     if not is_full and is_right_padded and has_mask and is_causal is not False and needs_no_mask:
-        inputs["attention_mask"] = torch.ones_like(mask)
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
     elif not is_full:
         inputs["attention_mask"] = seeing_mask(view, **inputs)
     return view(**inputs)

@@ -79,8 +79,6 @@ def test_misspelt_arguments_and_missing_questions_are_refused(model):
         model.generate(memory=memory, max_new_tokens=2)
     with raises(ValueError, "`input_ids`"):
         model(memory=memory)
-    with raises(ValueError, "`inputs`", "`input_ids`"):
-        model.generate(TEXT, input_ids=TEXT, memory=memory, max_new_tokens=2)
 
 
 def test_an_untrained_ratio_can_be_allowed_and_masks_and_ids_have_any_type(model):
