@@ -523,23 +523,18 @@ class MeanPoolingConfig(CompressorConfig):
     `linear_after_pooling=False`. (Ratio sampling is a value of the training recipe: `ratio_mode: per_sample`.)
 
     Args:
-        compression_ratios (`int` or sequence of `int`, defaults to `(4, 8, 16, 32, 64, 128)`):
-            The ratios of section 5.1.
-        encoder_lora (`dict` or `None`, defaults to rank 16, alpha 16 on all linear maps):
-            Table 6.
-        decoder_lora (`dict` or `None`, defaults to rank 16, alpha 16 on all linear maps):
-            Table 6; encoder and decoder have separate LoRA weights.
-        linear_after_pooling (`bool`, defaults to `True`):
-            Whether a learned map W (hidden_size x hidden_size, the identity at the start) follows the pooling.
-        normed_mlp_size (`int`, *optional*):
-            Width of a perceptron in W's place: RMS norm, linear map, GELU, linear map, without biases. It goes with
-            `linear_after_pooling=False`.
-        normed_mlp_bias (`bool`, defaults to `False`):
-            Whether its linear maps have biases (LCLM's code).
-        encoder_type (`str`, defaults to `"language_model"`):
-            What is pooled: the encoder's last hidden states, or `"embeddings"`, the decoder's token embeddings.
-        encoder_attention (`str`, defaults to `"bidirectional"`):
-            Attention inside the encoder, `"bidirectional"` as in section 4.1 or `"causal"`.
+        compression_ratios: The ratios of section 5.1.
+        encoder_lora: Table 6. Defaults to rank 16, alpha 16 on all linear maps.
+        decoder_lora: Table 6; encoder and decoder have separate LoRA weights. Defaults to rank 16, alpha 16 on all
+            linear maps.
+        linear_after_pooling: Whether a learned map W (hidden_size x hidden_size, the identity at the start) follows
+            the pooling.
+        normed_mlp_size: Width of a perceptron in W's place: RMS norm, linear map, GELU, linear map, without biases. It
+            goes with `linear_after_pooling=False`.
+        normed_mlp_bias: Whether its linear maps have biases (LCLM's code).
+        encoder_type: What is pooled: the encoder's last hidden states, or `"embeddings"`, the decoder's token
+            embeddings.
+        encoder_attention: Attention inside the encoder, `"bidirectional"` as in section 4.1 or `"causal"`.
         kwargs: fields of [`CompressorConfig`].
     """
 

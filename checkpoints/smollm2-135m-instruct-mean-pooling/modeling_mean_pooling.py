@@ -18,7 +18,7 @@ class MeanPoolingModel(CompressorModel):
     """Averages r neighbouring hidden states of a bidirectional encoder into one slot."""
 
     config_class = MeanPoolingConfig
-    pools_windows = True
+    slot_origin = "windows"
     method_parts = ("slot_projection", "slot_mlp")
 
     def __init__(self, config: MeanPoolingConfig):

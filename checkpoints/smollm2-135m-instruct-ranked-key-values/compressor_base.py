@@ -599,16 +599,6 @@ class Float32Linear(nn.Linear):
 CACHE = next(field.name for field in fields(BaseModelOutputWithPast) if field.name in ("cache", "past_key_values"))
 
 
-def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
-    """The cache of a call that may name it in either way."""
-    if cache is not None and past_key_values is not None:
-        raise ValueError("`past_key_values` is an older name of `cache`: give one of them")
-    cache = past_key_values if cache is None else cache
-    if cache is not None and not isinstance(cache, Cache):
-        raise TypeError(f"`cache` must be a transformers.Cache, got {type(cache).__name__}")
-    return cache
-
-
 # parts/packing.py
 
 @dataclass
@@ -1203,7 +1193,7 @@ def run_backbone(
     # FlashAttention removes pads by their mask.
     needs_no_mask = config.model_type not in _ALIBI and config._attn_implementation in _WITH_PADS
     if not is_full and is_right_padded and has_mask and is_causal is not False and needs_no_mask:
-        inputs["attention_mask"] = torch.ones_like(mask)
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
     elif not is_full:
         inputs["attention_mask"] = seeing_mask(view, **inputs)
     return view(**inputs)
@@ -1334,19 +1324,15 @@ def mean_pool(
         places = slot_of_token.clamp(max=num_slots - 1)[:, :, None].expand(hidden_states.shape)
         sums = sums.scatter_add(1, places, hidden_states.to(dtype))
     sizes = window_sizes(counts, ratio, num_slots)
-    slot_mask = torch.arange(num_slots, device=mask.device) * _of_each_row(ratio) < counts[:, None]
+    slot_mask = torch.arange(num_slots, device=mask.device) < (-(-counts // ratio))[:, None]
     return (sums / sizes[:, :, None]).to(hidden_states.dtype), slot_mask.long()
 
 
 def window_sizes(num_tokens: Tensor, ratio: int | Tensor, num_slots: int) -> Tensor:
     """Tokens in each slot's window, |S_k| of equation 3."""
-    ratio = _of_each_row(ratio)
+    ratio = ratio if isinstance(ratio, int) else ratio[:, None]
     slot_index = torch.arange(num_slots, device=num_tokens.device)
     return (num_tokens[:, None] - slot_index * ratio).clamp(min=1).clamp(max=ratio)
-
-
-def _of_each_row(ratio: int | Tensor) -> int | Tensor:
-    return ratio if isinstance(ratio, int) else ratio[:, None]
 
 
 # memory/carriers.py
@@ -1512,11 +1498,6 @@ class BaseRecord:
         self.entries = {base: dict(entry) for base, entry in entries.items()}
         self.sums = {own_name(name): (tensor.dtype, _checksums(tensor)) for name, tensor in tensors}
         self._modules = {name.rpartition(".")[0] for name in self.sums}
-
-    @property
-    def is_on_the_hub(self) -> bool:
-        """Whether all bases can be had by name."""
-        return all(entry["repo_id"] is not None for entry in self.entries.values())
 
     def without_base(self, state: Mapping[str, Tensor], trained: set[str]) -> dict[str, Tensor]:
         """The part of a state that differs from the bases: other parts, and base weights that train or changed."""
@@ -1777,8 +1758,6 @@ def _around_document(
 ) -> tuple[list[int], list[int]]:
     """What stands in front of a document or its slots, and behind it."""
     prompt = config.question_prompt if prompt is None else prompt
-    if not isinstance(prompt, str):
-        raise TypeError(f"`prompt` must be a text with {{question}} in it, got {prompt!r}")
     if prompt.count("{question}") != 1:
         raise ValueError(f"`prompt` must hold {{question}} exactly once, got {prompt!r}")
     # str.format would trip over braces inside the question.
@@ -1822,10 +1801,6 @@ def message_ids(
         raise ValueError("`messages` is empty: give a question, or messages with `role` and `content`")
     if messages[-1]["role"] != "user":
         raise ValueError(f"the last of `messages` must be the user's, who asks, got {messages[-1]!r}")
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"the tokenizer has no chat template for {len(messages)} messages: give one question, as text"
-        )
     if config.prompt_format == "chat":
         chat = chat_ids(tokenizer, messages)
         if document_ids is not None:
@@ -2058,8 +2033,8 @@ def fields_of_file(tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict
                 # The first missing layer ends this, however many a header names.
                 fields[name] = tuple((tensors[keys], tensors[values]) for keys, values in names)
     fields["ratio"] = tensors["ratio"] if "ratio" in tensors else int(metadata["ratio"])
-    names = {name: metadata[name] for name in ("model_id", "position_layout")}
-    return {**fields, **names, "source": metadata.get("source", "")}
+    texts = {name: metadata[name] for name in ("model_id", "position_layout")}
+    return {**fields, **texts, "source": metadata.get("source", "")}
 
 
 def write_memory_file(path: str | os.PathLike, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -2545,7 +2520,8 @@ def _check_base_stays(model: PreTrainedModel) -> None:
 def base_to_leave_out(model: PreTrainedModel, include_base: bool | None) -> BaseRecord | None:
     """Return the base that a light checkpoint leaves out; `None` for a full one."""
     record = base_record(model)
-    if include_base or (include_base is None and not (record and record.is_on_the_hub)):
+    is_on_the_hub = record is not None and all(entry["repo_id"] is not None for entry in record.entries.values())
+    if include_base or (include_base is None and not is_on_the_hub):
         return None
     _check_base_stays(model)
     if record is None:
@@ -3192,8 +3168,6 @@ class ContextCompressionQAPipeline(Pipeline):
         if (store is None) != (ids is None):
             raise ValueError("give `store` and `ids` together")
         if store is not None:
-            if store.model_id != self.model.model_id:
-                raise ValueError(f"the store is of the model {store.model_id!r}, not of {self.model.model_id!r}")
             memory = store.get(ids).to(self.device, self.model.dtype)
             kwargs.setdefault("join", self._preprocess_params.get("join", LIKELIEST))
         if context is None and kwargs.get("max_tokens") is not None:
@@ -3224,11 +3198,6 @@ class ContextCompressionQAPipeline(Pipeline):
         if not rows:
             raise ValueError("`documents` is an empty list")
         by_row = isinstance(ratio, Tensor) and ratio.dim() > 0
-        if by_row and tuple(ratio.shape) != (len(rows),):  # type: ignore[union-attr]
-            raise ValueError(
-                f"`ratio` must be a single one or have one value for each of the {len(rows)} documents, got shape "
-                f"{tuple(ratio.shape)}"  # type: ignore[union-attr]
-            )
         order, parts = [], []
         with logging.tqdm(total=len(rows), unit="text", disable=not show_progress_bar) as progress:
             lengths = [sum(map(len, row)) for row in rows]
@@ -3466,10 +3435,7 @@ class ContextCompressionQAPipeline(Pipeline):
         return memories
 
     def _size(self, batch_size: int | None) -> int:
-        size = (self._batch_size or BATCH_SIZE) if batch_size is None else batch_size
-        if size < 1:
-            raise ValueError(f"`batch_size` must be 1 or more, got {size}")
-        return size
+        return (self._batch_size or BATCH_SIZE) if batch_size is None else batch_size
 
     def _answers(
         self,
@@ -4210,8 +4176,9 @@ class CompressorBackbone(CompressorPreTrainedModel):
     """`compress` of every compressor; a method adds `encode`."""
 
     memory_class = CompressedContext
-    # Whether a slot is made of a window of r neighbouring tokens, and of nothing else.
-    pools_windows = False
+    # What tells which tokens a slot is made of: a "plan", the "attention" of memory tokens, "windows" of r neighbours,
+    # or "kept", places of the context itself; see `slot_origins`.
+    slot_origin: str | None = None
     # Whether `encode` needs all chunks of a row, also those without tokens behind the last one of a short row.
     needs_whole_rows = False
     # Whether `encode` takes a list `own_losses`, to which it adds a loss of each row `(batch_size,)` while it trains.
@@ -4465,16 +4432,6 @@ class CompressorHead(CompressorPreTrainedModel):
 _COMMON_PARTS = ("task_embeddings", "marker_embeddings", "residual_map")
 
 
-class _BaseAlone(threading.local):
-    """Whether this thread wants the base without adapters."""
-
-    def __init__(self) -> None:
-        self.wanted = False
-
-    def __reduce__(self) -> tuple[type, tuple]:
-        return type(self), ()
-
-
 class CompressorModel(CompressorBackbone):
     r"""
     Encoder, method parts and decoder backbone of a compressor; a method adds `encode` and its parts."""
@@ -4522,7 +4479,8 @@ class CompressorModel(CompressorBackbone):
         self.residual_map = None
         if config.embedding_residual and not config.maps_slots:
             self.residual_map = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self._base_alone = _BaseAlone()
+        # Its names are `True` where this thread wants the base without adapters.
+        self._base_alone = Passes()
 
     @property
     def method_parameters(self) -> tuple[str, ...]:
@@ -4609,21 +4567,16 @@ class CompressorModel(CompressorBackbone):
     # --- adapters ---
 
     def _adapter(self, backbone: PreTrainedModel, name: str) -> AbstractContextManager[None]:
-        return in_base_precision(backbone, use_adapter(backbone, None if self._base_alone.wanted else name))
+        return in_base_precision(backbone, use_adapter(backbone, None if self._base_alone.names else name))
 
-    @contextmanager
-    def base_language_model(self) -> Iterator[None]:
+    def base_language_model(self) -> AbstractContextManager[None]:
         """Inside this block the adapters are off: without a context, `forward` is the untouched base model's."""
-        before, self._base_alone.wanted = self._base_alone.wanted, True
-        try:
-            yield
-        finally:
-            self._base_alone.wanted = before
+        return activated(self._base_alone, True)
 
     def _replicate_for_data_parallel(self) -> CompressorModel:
         replica = super()._replicate_for_data_parallel()
         # Replicas work in threads of their own, and for the thread that makes them.
-        replica._base_alone = SimpleNamespace(wanted=self._base_alone.wanted)
+        replica._base_alone = SimpleNamespace(names=self._base_alone.names)
         return replica
 
     # --- the decoder ---
@@ -4653,12 +4606,16 @@ class CompressorModel(CompressorBackbone):
             raise ValueError(
                 "`input_ids` are needed, the text that follows the slots (`inputs_embeds` is not supported)"
             )
-        if memory is None and context_input_ids is None:
-            self._warn_of_no_context()
+        is_training = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if memory is None and context_input_ids is None and is_training and self.warns_of_no_context:
+            logger.warning_once(
+                "training without a context: rows bring no `context_input_ids` and no `memory`, so that nothing is "
+                "compressed and the language model reads the text alone; see `CompressionCollator`"
+            )
         beside = self.beside_contexts(kwargs) if kwargs else {}
         if beside and context_input_ids is None:
             raise ValueError(f"`{'`, `'.join(beside)}` must come with `context_input_ids`, and there are none")
-        cache = one_cache(cache, past_key_values)
+        cache = past_key_values if cache is None else cache
         is_cached = cache is not None and bool(cache.get_seq_length())
         # Checkpointed layers take no cache that is written to, and would silently do without the memory in it.
         if self.training and any(getattr(m, "gradient_checkpointing", False) for m in self.language_model.modules()):
@@ -4708,14 +4665,6 @@ class CompressorModel(CompressorBackbone):
         if sequence is not None:
             sequence.cut_to_text(outputs)
         return outputs if return_dict in (None, True) else outputs.to_tuple()
-
-    def _warn_of_no_context(self) -> None:
-        trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if trains and self.warns_of_no_context:
-            logger.warning_once(
-                "training without a context: rows bring no `context_input_ids` and no `memory`, so that nothing is "
-                "compressed and the language model reads the text alone; see `CompressionCollator`"
-            )
 
     def _checked_memory(
         self,
@@ -4969,7 +4918,7 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            cache=one_cache(cache, past_key_values),
+            cache=past_key_values if cache is None else cache,
             context_input_ids=context_input_ids,
             context_attention_mask=context_attention_mask,
             memory=memory,
@@ -5023,11 +4972,10 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         question = inputs if input_ids is None else input_ids
         if question is None:
             raise ValueError("`input_ids` are needed: the question, or at least one token such as BOS")
-        if inputs is not None and input_ids is not None:
-            raise ValueError("give the question either as `inputs` or as `input_ids`, not both")
         check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
         # The library would cut the question by the cache's length, which counts the slots.
-        cache = one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
+        cache, older = (kwargs.pop(name, None) for name in ("cache", "past_key_values"))
+        cache = older if cache is None else cache
         if attention_mask is None:
             attention_mask = self._mask_of_pads(question, kwargs)
         if attention_mask is not None:
@@ -5119,7 +5067,7 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
     ) -> dict[str, Any]:
         # With its cache hidden, the library leaves the mask two-dimensional; `forward` puts the slots' mask in front.
         model_inputs = super().prepare_inputs_for_generation(input_ids, **{CACHE: None}, **kwargs)
-        model_inputs["cache"] = one_cache(cache, past_key_values)
+        model_inputs["cache"] = past_key_values if cache is None else cache
         return model_inputs
 
 

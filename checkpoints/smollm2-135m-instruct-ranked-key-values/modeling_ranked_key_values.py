@@ -77,6 +77,7 @@ class RankedKeyValuesModel(HeadwiseModel):
     """
 
     config_class = RankedKeyValuesConfig
+    slot_origin = "kept"
     method_parts = ("scorers",)
     # Where chunks stand in their row, their keys are moved to; empty ones are left out here.
     needs_whole_rows = True

@@ -118,5 +118,3 @@ def test_origins_of_slots_are_what_each_method_makes_them_of(llama, tokenizer):
     assert slot_origins(pooling, ids) is None
     with pytest.raises(ValueError, match=r"1 to 64 tokens \(one chunk\), got 98"):
         attention_by_head(icae.model, rows)
-    with pytest.raises(ValueError, match="MeanPoolingModel has no memory tokens"):
-        attention_by_head(pooling.model, rows)
