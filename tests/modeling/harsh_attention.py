@@ -8,9 +8,9 @@ from collections import Counter
 
 import torch
 from torch.nn import functional
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AttentionInterface
+from transformers import AttentionInterface, masking_utils
 
 BLIND = Counter()
 _sdpa, _softmax = functional.scaled_dot_product_attention, functional.softmax
@@ -72,9 +72,15 @@ def harsh_flex(module, query, key, value, attention_mask, scaling=None, **kwargs
     return output.transpose(1, 2).contiguous(), None
 
 
+def eager_block_mask(*args, **kwargs):
+    """Make flex attention's mask without the compiler, which takes seconds for each one."""
+    return create_block_mask(*args, **{**kwargs, "_compile": False})
+
+
 def install(monkeypatch):
     """Put the stand-ins in the kernels' place."""
     BLIND.clear()
     monkeypatch.setattr(functional, "scaled_dot_product_attention", harsh_sdpa)
     monkeypatch.setattr(functional, "softmax", harsh_softmax)
     monkeypatch.setitem(AttentionInterface._global_mapping, "flex_attention", harsh_flex)
+    monkeypatch.setattr(masking_utils, "create_block_mask", eager_block_mask)

@@ -142,71 +142,37 @@ def word_tokenizer(words, folder):
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    fast.save_pretrained(folder)
-    return fast
-
-
-@pytest.fixture
-def two_models(tiny_base_config, tmp_path):
-    """`two_models(architecture)`: folders of a decoder, and of an encoder of another family, width and vocabulary."""
-    words = [f"w{index}" for index in range(124)]
-    decoder, encoder = tmp_path / "decoder", tmp_path / "encoder"
-
-    def make(architecture):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(tiny_base_config("llama")).save_pretrained(decoder)
-        wide = tiny_base_config(architecture, hidden_size=48, vocab_size=160, num_hidden_layers=3)
-        AutoModelForCausalLM.from_config(wide).save_pretrained(encoder)
-        word_tokenizer(words, decoder)
-        word_tokenizer([*reversed(words), *(f"more{index}" for index in range(32))], encoder)
-        return decoder, encoder
-
-    return make
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
 @pytest.mark.slow
-@both
 @torch.no_grad()
-def test_encoder_and_decoder_of_two_families(method, method_cases, two_models, tmp_path):
-    case, (decoder, encoder) = method_cases[method], two_models("qwen2")
-    fields = {**case.fields, "encoder_layers": 2}
-    model = case.method.causal_lm_class.from_base(decoder, encoder=encoder, **fields)
-    assert model.config.encoder_config.model_type == "qwen2"
-    assert model.config.encoder_config.layer_types == ["full_attention", "sliding_attention"]
-    source = AutoModelForCausalLM.from_pretrained(encoder).model
-    backbone = plain_backbone(model.model.encoder_model)
-    for name, parameter in backbone.named_parameters():
-        assert parameter.equal(source.get_parameter(name)), name
+def test_an_encoder_of_another_family_brings_its_tokens_and_tokenizer(tiny_base_config, tmp_path):
+    decoder, encoder, words = tmp_path / "decoder", tmp_path / "encoder", [f"w{index}" for index in range(124)]
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_base_config()).save_pretrained(decoder)
+    # transformers would make a Qwen2 tokenizer of any that stands beside a Qwen2.
+    source = AutoModelForCausalLM.from_config(tiny_base_config("mistral", hidden_size=48, vocab_size=160))
+    source.save_pretrained(encoder)
+    word_tokenizer(words, decoder)
+    word_tokenizer([*reversed(words), *(f"more{index}" for index in range(32))], encoder)
+    model = GMSAForCausalLM.from_base(decoder, encoder=encoder, encoder_layers=1, compression_ratios=3)
+    for name, parameter in plain_backbone(model.model.encoder_model).named_parameters():
+        assert parameter.equal(source.model.get_parameter(name)), name
     # Contexts are in the encoder's tokens, texts in the decoder's.
-    context = ids_of(12, most=160)
+    context = model.encoder_tokenizer("w3 more1 w5", return_tensors="pt").input_ids
     assert context.max() >= 128
-    memory = model.compress(context, ratio=3)
-    assert memory.embeddings.shape == (1, 4, 32)
+    assert model.compress(context).embeddings.shape == (1, 1, 32)
     with pytest.raises(ValueError, match=r"161.*160 tokens"):
         model.compress(torch.tensor([[161]]))
     with pytest.raises(ValueError, match=r"130.*128 tokens"):
         model(torch.tensor([[130]]))
     model.save_pretrained(tmp_path / "saved")
-    loaded = case.method.causal_lm_class.from_pretrained(tmp_path / "saved")
+    loaded = GMSAForCausalLM.from_pretrained(tmp_path / "saved")
     assert loaded(TEXT, context_input_ids=context).logits.equal(model(TEXT, context_input_ids=context).logits)
     assert loaded.config.encoder_name_or_path == "encoder"
-
-
-@pytest.mark.slow
-def test_the_encoders_tokenizer_is_part_of_the_checkpoint(two_models, tmp_path):
-    # transformers would make a Qwen2 tokenizer of any that stands beside a Qwen2.
-    decoder, encoder = two_models("mistral")
-    model = GMSAForCausalLM.from_base(decoder, encoder=encoder, encoder_layers=1)
-    assert model.config.encoder_tokenizer == "encoder_tokenizer"
-    context = model.encoder_tokenizer("w3 more1 w5", return_tensors="pt")
-    assert context.input_ids.max() > 127
-    model.save_pretrained(tmp_path / "saved")
-    loaded = GMSAForCausalLM.from_pretrained(tmp_path / "saved")
-    assert loaded.encoder_tokenizer("w3 more1 w5").input_ids == context.input_ids[0].tolist()
-    same = GMSAForCausalLM.from_base(decoder, encoder=decoder, encoder_layers=1)
-    assert same.encoder_tokenizer is None
-    assert same.config.encoder_tokenizer is None
+    assert loaded.encoder_tokenizer("w3 more1 w5").input_ids == context[0].tolist()
+    assert GMSAForCausalLM.from_base(decoder, encoder=decoder, encoder_layers=1).encoder_tokenizer is None
     for path in (tmp_path / "saved" / "encoder_tokenizer").iterdir():
         path.unlink()
     with pytest.raises(ValueError, match="no tokenizer in 'encoder_tokenizer'"):

@@ -2,7 +2,6 @@
 """COCOM and PISCO: one adapter for both sides, and learned vectors around each chunk's slots."""
 
 import pytest
-import torch
 from tiny_bases import ids_of
 
 
@@ -63,17 +62,3 @@ def test_a_shared_adapter_is_one_set_of_weights_with_gradient_from_both_sides(sh
         assert of_decoder[name].abs().sum() > 0, name
         assert of_encoder[name].abs().sum() > 0, name
         assert not gradient.allclose(of_decoder[name]), name
-
-
-def test_a_shared_adapter_is_merged_once_and_exported_as_one(shared, tmp_path):
-    inputs = {"input_ids": ids_of(4, seed=1), "context_input_ids": ids_of(10)}
-    expected = shared(**inputs).logits
-    decoder = shared.decoder_language_model()
-    assert not [name for name, _ in decoder.named_parameters() if "lora" in name]
-    with torch.no_grad():
-        plain = decoder(inputs["input_ids"]).logits
-    torch.testing.assert_close(plain, shared(inputs["input_ids"]).logits, atol=1e-4, rtol=0)
-    shared.merge_adapters()
-    assert shared.model.encoder_model is None
-    assert not shared.config.shared_adapter
-    torch.testing.assert_close(shared(**inputs).logits, expected, atol=1e-4, rtol=0)

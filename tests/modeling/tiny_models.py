@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tiny_bases import BACKBONES, BASES, FAR_APART, TASK_TOKENS, base_config
+from transformers import AutoModelForCausalLM
 
 import context_compressors
 from context_compressors.configuration.methods import METHODS as REGISTER
@@ -398,6 +399,17 @@ class Case:
 
     def on(self, **changes: Any) -> "Case":
         return replace(self, **changes)
+
+
+def plain_model(model: Any) -> Any:
+    """Return the base of a compressor as `transformers` has it, without adapters."""
+    config, prefix = model.config, "model.language_model."
+    base = AutoModelForCausalLM.from_config(config.decoder_config, attn_implementation=config._attn_implementation)
+    weights = {name.replace(".base_layer", ""): tensor for name, tensor in model.state_dict().items()}
+    own = {n.replace(prefix, "model."): t for n, t in weights.items() if n.startswith(prefix) and "lora_" not in n}
+    head = {} if config.tie_word_embeddings else {"lm_head.weight": weights["lm_head.weight"]}
+    base.load_state_dict({**own, **head}, strict=not config.tie_word_embeddings)
+    return base.eval()
 
 
 def cast_frozen(model: Any, dtype: torch.dtype) -> Any:
