@@ -11,7 +11,7 @@ SETTINGS = [[Case(method, variant) for variant in ("easy", *method.hard)] for me
 ADAPTED = [next(case for case in cases if {"encoder_lora", "decoder_lora"} & case.fields.keys()) for cases in SETTINGS]
 
 
-# Each method in its first setting with an adapter. Each takes up to a minute: all but one are compiled before a release.
+# Each method in its first setting with an adapter. Each takes up to a minute, so that CI compiles one of them alone.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "adapted",
