@@ -97,7 +97,7 @@ def plan(arguments: argparse.Namespace) -> list[Part]:
     steps = ["-m", "benchmarks.gpu.correctness", "--base", arguments.base, *device]
     checks = {
         "steps": [*steps, "--output", str(output / "correctness.json")],
-        "kernels": ["-m", "pytest", "-q", "-n0", "tests/modeling/test_optimal_transport_kernels.py"],
+        "kernels": ["-m", "pytest", "-q", "-n0", "tests/modeling/test_optimal_transport.py"],
     }
     asked = arguments.methods if arguments.questions else []
     return [

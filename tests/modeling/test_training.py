@@ -101,7 +101,7 @@ def test_method_parts_and_adapters_train_each_with_a_gradient_and_nothing_of_the
     put_task_tokens(model, batch)
     found = gradients(model, batch)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    # Later stages have sets of their own: test_gmsa_stages.py and test_autocompressor.py say which.
+    # Later stages have sets of their own: test_gmsa.py and test_autocompressor.py say which.
     if model.config.stage_parameters is None:
         assert trainable == own_parameters(model)
     assert {model.get_parameter(name).dtype for name in trainable} == {torch.float32}
