@@ -33,7 +33,7 @@ def test_a_compiled_model_reads_and_trains_as_an_eager_one(adapted, inputs):
             torch.testing.assert_close(found.grad, expected.grad, atol=1e-4, rtol=1e-4, msg=name)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_text_alone_is_exported(method_case, random_rows, pad_rows):
     """As transformers' own models are: for texts of any length, padded or not, without a cache."""
     model, (ids, mask) = method_case.build(), pad_rows(random_rows([5, 7]), "left")

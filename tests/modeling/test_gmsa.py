@@ -213,6 +213,7 @@ def test_second_stage_needs_maps_of_known_names():
         GMSAModel(GMSAConfig(decoder_config=base, encoder_layers=1, encoder_lora=None))
 
 
+@pytest.mark.slow
 def test_a_first_stage_checkpoint_starts_the_second(method_cases, tmp_path):
     first = method_cases["gmsa"].build()
     first.save_pretrained(tmp_path)

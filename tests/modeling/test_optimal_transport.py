@@ -210,6 +210,7 @@ has_triton = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not has_triton, reason="Triton is not installed")
 
 
+@pytest.mark.slow
 def test_remote_code_carries_the_kernels_and_needs_no_triton(tmp_path: Path):
     write_code(ComprExITForCausalLM, ComprExITConfig, tmp_path)
     assert (tmp_path / "optimal_transport_triton.py").is_file()

@@ -99,6 +99,7 @@ def test_an_empty_context_leaves_the_other_rows_gradients_alone(backbone_case, r
         torch.testing.assert_close(gradient, without[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.costly
 @torch.no_grad()
 def test_what_stands_at_a_pad_does_not_matter(method_case, random_rows, pad_rows):
     """A tokenizer's pad id may lie outside the model's table."""

@@ -53,6 +53,7 @@ def test_the_new_adapter_alone_trains_and_reloads(form_case, inputs, tmp_path):
     assert again.generate(**inputs, **GREEDY).equal(generated)
 
 
+@pytest.mark.slow
 def test_merging_a_new_adapter_changes_nothing_and_leaves_the_methods_own(form_case, inputs, tmp_path):
     expected = form_case.build()
     before = {name for name, parameter in expected.named_parameters() if parameter.requires_grad}

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from context_compressors.modeling.parts.position_layout import (
@@ -103,6 +103,7 @@ def largest_distance(num_tokens, memory_ids):
     return int((context_ids[:, None] - memory_ids[None]).abs().min(dim=1).values.max())
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 400), st.data())
 def test_uniform_ids_are_exact_ascending_within_the_context_and_optimal(start_id, num_tokens, data):
     num_memory_tokens = data.draw(st.integers(1, num_tokens))

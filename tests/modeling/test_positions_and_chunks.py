@@ -102,6 +102,7 @@ def test_the_first_ratio_is_the_default_and_a_tensor_with_one_is_an_int(form_cas
 # --- chunks ---
 
 
+@pytest.mark.costly
 @chunks_apart
 def test_a_chunked_context_is_its_chunks_alone_joined(method_case, random_rows, pad_rows, slots):
     model = method_case.build(chunk_size=5)
@@ -142,6 +143,7 @@ def test_empty_chunks_of_shorter_rows_are_not_read(method_case, random_rows, pad
 
 
 # VoCo's places are those of EPL's Figure 8 and not of its tables, see test_voco.py.
+@pytest.mark.costly
 @pytest.mark.only(lambda case: case.method.name != "voco")
 @any_layout
 @chunks_apart

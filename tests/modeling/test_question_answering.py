@@ -41,9 +41,8 @@ def pipe_of_each_method(method_case, tiny_tokenizer):
     return pipeline_of(method_case.model, tiny_tokenizer)
 
 
-@pytest.fixture(scope="module")
-def encoder_decoder():
-    return build_decal(compression_ratios=(2, 3))
+# BOS of the tests' tokenizer starts the decoder.
+DECAL = {"compression_ratios": (2, 3), "decoder_config": {"decoder_start_token_id": 1, "eos_token_id": 2}}
 
 
 def characters(tokenizer, text):
@@ -78,6 +77,7 @@ def answer_by_hand(pipe, question, *documents, prompt=None, prefix="", ratio=Non
     return {"answer": tokenizer.decode(output[0, text.shape[1] :], skip_special_tokens=True).strip()}
 
 
+@pytest.mark.costly
 def test_a_question_is_answered_as_by_hand(pipe_of_each_method):
     pipe = pipe_of_each_method
     answer = pipe(QUESTIONS[0], context=DOCUMENTS[1])
@@ -88,7 +88,8 @@ def test_a_question_is_answered_as_by_hand(pipe_of_each_method):
     )
 
 
-def test_an_encoder_decoder_is_asked_the_same_way(encoder_decoder, tiny_tokenizer, tmp_path):
+def test_an_encoder_decoder_is_asked_the_same_way(tiny_tokenizer):
+    encoder_decoder = build_decal(**DECAL)
     pipe = encoder_decoder.question_answering(tiny_tokenizer, **LENGTH)
     expected = [[answer_by_hand(pipe, question, document) for question in QUESTIONS] for document in DOCUMENTS]
     assert pipe(QUESTIONS, context=DOCUMENTS, batch_size=4) == expected
@@ -100,7 +101,7 @@ def test_an_encoder_decoder_is_asked_the_same_way(encoder_decoder, tiny_tokenize
 
 @pytest.mark.slow
 def test_documents_are_compressed_with_their_question_where_the_checkpoint_does_so(tiny_tokenizer):
-    model = build_decal(question_placement="encoder", compression_ratios=(2, 3))
+    model = build_decal(question_placement="encoder", **DECAL)
     pipe = model.question_answering(tiny_tokenizer, **LENGTH)
 
     def by_hand(question, document, ratio=None, max_tokens=None):

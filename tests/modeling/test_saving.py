@@ -68,6 +68,7 @@ def test_a_saved_backbone_loads_as_a_backbone(form_case, inputs, tmp_path):
         form_case.method.causal_lm_class.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_method_is_refused(form_case, method_cases, tmp_path):
     method = form_case.method
     other = next(case for name, case in method_cases.items() if name != method.name)
@@ -115,6 +116,7 @@ def test_memories_of_a_checkpoints_own_code_and_of_the_package_mix(method_cases,
                 assert reader(question, memory=joined).logits.equal(model(question, memory=expected).logits)
 
 
+@pytest.mark.costly
 def test_the_configuration_comes_back(method_case, tmp_path):
     for case in method_case.all_of_its_method:
         config = case.config()

@@ -115,6 +115,7 @@ def test_the_trainers_usual_settings_work(form_case, tmp_path):
     check_training(form_case, tmp_path, **settings)
 
 
+@pytest.mark.slow
 def test_an_own_loss_is_the_same_in_any_split_of_a_step(method_cases, tmp_path):
     weights, first_losses = [], []
     for steps in (1, 2, 4):
