@@ -10,7 +10,7 @@ from ..data.prompts import TASKS
 
 # The command line reads these before any model is wanted, so they come from nowhere that loads torch.
 ALTERNATIVES = ("cut", "bm25", "self_information", "keep_drop")
-NUM_RESAMPLES = 2000
+NUM_RESAMPLES = 10_000
 DEFAULT_TASKS = ("question_answering", "reconstruction", "continuation")
 # Tasks whose answers are written token by token from a question or an instruction.
 WRITTEN_TASKS = ("question_answering", "summarization")

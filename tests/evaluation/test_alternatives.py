@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read in place of slots: the beginning of a text, BM25's sentences, or its surprising tokens."""
+"""Baselines in place of slots: truncated text, BM25 sentences and the least expected tokens."""
 
 import math
 from collections import Counter

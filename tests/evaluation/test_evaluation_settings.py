@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an evaluation takes and refuses, and what its report says of how it was made."""
+"""An evaluation refuses wrong settings, and its report holds the settings that it ran with."""
 
 import pytest
 from naive_twin import QA, RECONSTRUCTION, ROWS, SUMMARIZATION, run

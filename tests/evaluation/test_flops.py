@@ -58,7 +58,7 @@ def llama(**fields) -> LlamaConfig:
 
 
 def counted(function) -> int:
-    """What torch counts: matrix products, without the softmax."""
+    """Return the operations that torch counts: matrix products, without the softmax."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         function()
     return counter.get_total_flops()

@@ -26,7 +26,7 @@ def test_a_paired_difference_is_that_of_the_same_samples_and_resamples_documents
     assert found.difference == pytest.approx(by_row.mean())
     assert (found.first, found.second) == (pytest.approx(np.mean(first)), pytest.approx(np.mean(second)))
     assert (found.num_samples, found.num_documents, found.num_seeds) == (12, 6, (1, 1))
-    drawn = np.random.default_rng(5).multinomial(6, [1 / 6] * 6, 2000)
+    drawn = np.random.default_rng(5).multinomial(6, [1 / 6] * 6, 10_000)
     means = [np.average(by_row, weights=np.repeat(counts, 2)) for counts in drawn]
     assert found.interval == pytest.approx(tuple(np.quantile(means, [0.025, 0.975], method="nearest")))
     for scores, interval in ((first, found.first_interval), (second, found.second_interval)):

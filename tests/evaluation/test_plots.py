@@ -45,7 +45,7 @@ def figures(monkeypatch):
 
 
 def texts_overlap(figure):
-    """Whether two tick labels, titles or legend entries share a pixel."""
+    """Return whether two tick labels, titles or legend entries share a pixel."""
     figure.canvas.draw()
     axes = figure.axes[0]
     texts = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels()]

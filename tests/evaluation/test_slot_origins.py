@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens and layers slots are made of: what each method shows is what it computes with."""
+"""Slot origins are the tokens and layers that each method computes its slots from."""
 
 import pytest
 import torch
