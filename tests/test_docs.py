@@ -100,12 +100,6 @@ def test_the_page_on_texts_says_what_the_checkpoint_prints(monkeypatch: pytest.M
     assert [printed for _, printed in outputs] == [block.content for block, _ in outputs]
 
 
-def test_the_page_on_published_data_sets_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    _, outputs = pages.run_page(DOCS / "data.md")
-    assert [printed for _, printed in outputs] == [block.content for block, _ in outputs]
-
-
 # Pages that run on small models, and files that they write.
 WRITTEN = {
     "corpus": ["pages.lance.failed.jsonl"],
@@ -130,7 +124,6 @@ def test_the_page_on_methods_runs(two_bases: None):
     names, _ = pages.run_page(DOCS / "methods.md")
     # A letter is a token here.
     assert int(names["slots"].num_slots) == -(-len(names["document"]) // 4)
-    assert names["reconstruction"].shape[1] > 1
     assert Path("my-adapter/adapter_config.json").is_file()
 
 
@@ -139,9 +132,9 @@ def test_every_page_is_in_the_readme_and_every_page_that_runs_is_run():
     assert [page for page in PAGES if f"(docs/{page}.md)" not in readme] == []
     # A page that is added needs a test of its own; docs/add_a_method.md, docs/papers.md and docs/methods/ have files
     # of them, docs/frameworks.md and docs/server.md have some in tests/integrations.
-    pages_that_run = [*WRITTEN, "data", "methods", "text", "train", "use"]
-    assert sorted({*pages_that_run, "add_a_method", "frameworks", "papers", "server"}) == PAGES
-    assert {block.language for block in blocks("papers")} <= {"console", "text"}
+    pages_that_run = [*WRITTEN, "methods", "text", "train", "use"]
+    assert sorted({*pages_that_run, "add_a_method", "data", "frameworks", "papers", "server"}) == PAGES
+    assert {block.language for page in ("data", "papers") for block in blocks(page)} <= {"console", "text"}
 
 
 def test_project_files_agree():
