@@ -58,7 +58,7 @@ def send(url: str, body: dict[str, Any], num_prompt_tokens: int) -> Iterator[dic
 
 
 def _pieces(response: Any) -> Iterator[dict[str, Any]]:
-    """What a stream of server-sent events holds."""
+    """Return the data of a stream of server-sent events."""
     for line in response:
         data = line.decode().removeprefix("data: ").strip()
         if data and data != "[DONE]":

@@ -63,7 +63,7 @@ def compressor(arguments: argparse.Namespace) -> ActivationBeaconModel:
 
 
 def readers(model: ActivationBeaconModel, arguments: argparse.Namespace) -> dict[str, Callable[[Tensor], Any]]:
-    """What reads a text `(1, num_tokens)` and returns what it keeps of it."""
+    """Return the functions that read a text `(1, num_tokens)` and return its memory, by name."""
 
     def slide(ids: Tensor) -> Any:
         memory = model.sliding_memory(arguments.ratio, arguments.max_slots)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each method adds to a base: parameters, checkpoints with and without the base, and bytes of memory.
+"""Sizes that each method adds to a base: parameters, checkpoints with and without it, bytes of memory.
 
     python -m benchmarks.checkpoint_sizes.measure
 

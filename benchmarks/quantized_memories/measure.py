@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What memories in int8, int4 and int2 lose: answers, and how far the decoder's next tokens move.
+"""Loss of memories in int8, int4 and int2: answers, and divergence of the decoder's next tokens.
 
     python -m benchmarks.quantized_memories.measure --data qa_squad_dev.parquet --ratios 2
     python -m benchmarks.quantized_memories.measure --data qa_squad_dev.parquet --ratios 4 16 --checkpoint CHECKPOINT

@@ -102,7 +102,7 @@ def ask(server: Server, content: Any, new_tokens: int) -> tuple[float, float]:
 
 
 def contents(server: Server, texts: Sequence[str], way: str) -> tuple[list[Any], float]:
-    """What requests hold in one of the ways, "text" or a ratio as "4x", and processor seconds to make a memory."""
+    """Return the content of requests for "text" or a ratio such as "4x", and processor seconds to make a memory."""
     if way == "text":
         return [f"{text}\n\n{_QUESTION}" for text in texts], 0.0
     start = server.processor_seconds()

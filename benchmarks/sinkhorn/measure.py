@@ -101,7 +101,7 @@ def measure(arguments: argparse.Namespace, num_windows: int, num_receivers: int,
 
 
 def times_as_fast(row: dict[str, Any]) -> dict[str, float]:
-    """How many times as long as `sinkhorn` the others take, by the medians of their turns."""
+    """Return the medians of the other solvers' times over that of `sinkhorn`."""
     medians = {name: median(values) for name, values in row["seconds"].items()}
     return {name: medians[name] / medians["sinkhorn"] for name in medians if name != "sinkhorn"}
 

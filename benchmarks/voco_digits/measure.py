@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which digit is on a picture, answered from 1 or 2 VoCo tokens in place of its 16 or 64 image tokens.
+"""Name the digit on a picture from 1 or 2 VoCo tokens in place of its 16 or 64 image tokens.
 
     python -m benchmarks.voco_digits.measure
     python -m benchmarks.voco_digits.measure --image-tokens 16 --seeds 0 1 --base-steps 50 --steps 50
@@ -94,7 +94,7 @@ def answer_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Reader:
-    """How digits are read from pictures: the base itself, with the picture or without it, or VoCo."""
+    """A way to read digits from pictures: the base with or without the picture, or VoCo."""
 
     def __init__(self, model: Any, num_image_tokens: int = 0, num_voco: int = 0):
         self.model, self.num_image_tokens, self.num_voco = model, num_image_tokens, num_voco
@@ -110,7 +110,7 @@ class Reader:
 
     @torch.no_grad()
     def is_right(self, pictures: Tensor, labels: Tensor) -> Tensor:
-        """Whether the digit is the likeliest token, `(n,)` bool; the digit itself is not read for it."""
+        """Return whether the digit is the likeliest token, `(n,)` bool; the digit itself is not read."""
         self.model.eval()
         return self.logits(pictures, labels)[:, -2].argmax(dim=1) == labels
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the tests of the benchmarks import a benchmark."""
+"""Import of benchmarks in their tests."""
 
 import importlib
 from collections.abc import Callable, Iterator

@@ -191,7 +191,7 @@ def question(num_tokens: int, **fields: Any) -> dict[str, Any]:
 
 
 def rows_of(asked: dict[str, Any], is_aware: bool) -> tuple[list[int], list[int]]:
-    """What a press compresses, and what is read behind it."""
+    """Return the tokens that a press compresses, and those that follow."""
     split = len(asked["prompt_ids"]) - 1 if is_aware else 0
     read, rest = asked["prompt_ids"][:split], asked["prompt_ids"][split:]
     return [*asked["head_ids"], *asked["context_ids"], *read], rest

@@ -65,7 +65,7 @@ def printed(match: re.Match[str]) -> Triple:
 
 
 def is_rounded(match: re.Match[str], found: Triple) -> bool:
-    """Whether a printed value and its interval are these, which a file has with four digits."""
+    """Return whether a printed value and its interval are the rounded ones of a file."""
     for text, shown, number in zip(filter(None, match.groups()), printed(match), found, strict=True):
         digit = 10.0 ** (math.floor(math.log10(abs(number))) - 3) if number else 0
         if abs(shown - number) > 0.5 * 10.0 ** -len(text.partition(".")[2]) + 0.51 * digit + 1e-9:
@@ -130,7 +130,7 @@ def test_an_interval_that_no_file_has_is_found(tmp_path: Path, monkeypatch: pyte
 
 
 def commands() -> set[str]:
-    """What starts a benchmark on the pages and in the scripts' own texts."""
+    """Return the commands of benchmarks on the pages and in the scripts' docstrings."""
     found = set()
     for path in (*PAGES, *SCRIPTS):
         text = path.read_text(encoding="utf-8").replace("\\\n", " ")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is there is replaced with `--overwrite` alone, and refused before anything is loaded."""
+"""Existing outputs are refused before anything is loaded, unless `--overwrite` is given."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may stand in a folder that is uploaded, and what is left out or refused by name; no connection is opened."""
+"""Files of an uploaded folder: allowed, left out, or refused by name. No connection is opened."""
 
 import json
 from pathlib import Path

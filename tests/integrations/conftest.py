@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests against other packages share."""
+"""Fixtures of the tests against other packages."""
 
 import contextlib
 import ipaddress

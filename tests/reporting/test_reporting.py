@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reports name of a machine, and the form of their files and tables."""
+"""Reports name the machine; their files and tables have one form."""
 
 import getpass
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server does with its jobs and memories, without HTTP; all else is in tests/integrations."""
+"""Jobs and memories of the server without HTTP; tests/integrations has the rest."""
 
 import asyncio
 import os

@@ -83,7 +83,7 @@ class DeCALTester(ModelTester):
 
 
 class FamilyTests:
-    """What all methods' test classes share; `case` is the method's plainest setting."""
+    """Base of all methods' test classes; `case` is the method's plainest setting."""
 
     model_tester_class = ModelTester
     test_resize_embeddings = False

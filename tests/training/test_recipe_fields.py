@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What recipes and the command line may say, alone and together, and what is refused."""
+"""Fields of recipes and of the command line, alone and together, and refused ones."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves beside its checkpoint: a recipe that can be run again, and counts over all its parts."""
+"""A run leaves a recipe that can be run again, and counts over all its parts."""
 
 import dataclasses
 import json

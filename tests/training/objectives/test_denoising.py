@@ -75,7 +75,7 @@ def test_questions_go_where_the_model_places_them():
 
 
 def test_the_loss_is_that_of_the_stock_form_at_every_ratio(model, own_tokenizer, make_config):
-    """What the trainer computes from its batch is T5's loss of corrupted text and target, summed over the ratios."""
+    """The trainer's loss is T5's loss of corrupted text and target, summed over the ratios."""
     sentinels = add_sentinel_tokens(own_tokenizer)
     data = DenoisingDataset(DataArguments(sources=[SOURCE], max_context_tokens=37), own_tokenizer, 4)
     collator = SpanCorruptionCollator.from_tokenizer(
