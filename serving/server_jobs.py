@@ -226,13 +226,18 @@ class AnswerJob(Job):
         model, sampling, pipe = jobs[0].model, jobs[0].sampling, jobs[0].model.pipe
         joined = [job.memories[0].concatenate(job.memories) for job in jobs if job.memories]
         rows = [memory.to(pipe.device, pipe.model.dtype) for memory in joined]
+        texts = [job.text_ids for job in jobs]
+        # Further questions about a memory find its slots read; of a batch all are, or none.
+        found = [pipe.read_slots.read(row, [text]) for row, text in zip(rows, texts, strict=False)]
+        if found and len({row.carrier for row, _ in found}) == 1:
+            rows, texts = [row for row, _ in found], [text for _, (text,) in found]
         for job in jobs:
             job._tokens = []
         with torch.random.fork_rng(enabled=sampling.seed is not None):
             if sampling.seed is not None:
                 torch.manual_seed(sampling.seed)
             pipe.model.generate(
-                **padded([job.text_ids for job in jobs], pipe.device),
+                **padded(texts, pipe.device),
                 memory=rows[0].stack(rows) if rows else None,
                 max_new_tokens=max(job.max_tokens for job in jobs),
                 stopping_criteria=StoppingCriteriaList([_HandingOver(jobs)]),

@@ -31,6 +31,7 @@ from ..parts.prompting import (
     question_ids,
 )
 from ..parts.text_ids import check_texts, text_tokenizer
+from .read_slots import ReadSlots
 
 logger = logging.get_logger(__name__)
 
@@ -94,6 +95,7 @@ class ContextCompressionQAPipeline(Pipeline):
         plain = text_tokenizer(tokenizer, splits=has_own_tokens or tokenizer.split_special_tokens)
         self._question_tokenizer = plain
         self._document_tokenizer = plain if model.encoder_tokenizer is None else model.encoder_tokenizer
+        self.read_slots = ReadSlots(model)
 
     def __call__(
         self,
@@ -398,9 +400,13 @@ class ContextCompressionQAPipeline(Pipeline):
                 documents, questions, batch_size, lambda rows, text: compress(rows, question=text), generate_kwargs
             )
         else:
+            may_be_asked_again = inputs["memories"] is not None or len(questions) > 1
             for memory in self._memories(inputs, join, ratio, allow_untrained_ratio):
+                texts: Any = questions
+                if may_be_asked_again:
+                    memory, texts = self.read_slots.read(memory, questions)
                 rows, rows_of = range(len(memory)), partial(_rows_of, memory)
-                answers += self._answers(rows, questions, batch_size, rows_of, generate_kwargs)
+                answers += self._answers(rows, texts, batch_size, rows_of, generate_kwargs)
         if join == LIKELIEST:
             answers = [[max(of_question, key=lambda answer: answer[1]) for of_question in zip(*answers, strict=True)]]
         reads_one = bool(join) or (inputs["reads_one"] and len(answers) == 1)

@@ -129,6 +129,32 @@ def test_half_a_character_of_a_stop_ends_no_part_of_it(is_streamed):
     assert "".join(parts) == ("答：蜂蜜。" if is_streamed else "")
 
 
+def test_further_questions_about_a_memory_find_its_slots_read():
+    methods = {method.name: method for method in METHODS}
+    tokenizer = byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    pipe = Case(methods["mean_pooling"]).build().question_answering(tokenizer)
+    model, counted = ServedModel("m", pipe, ProcessMemories(2**30)), []
+    memories = [pipe.compress(text) for text in ("Nora keeps eleven bees.", "No.")]
+    texts = [[1, 9, 40], [1, 9, 40, 7, 11]]
+    pipe.model.model.language_model.register_forward_pre_hook(
+        lambda _, args, kwargs: counted.append(tuple(kwargs["inputs_embeds"].shape[:2])), with_kwargs=True
+    )
+
+    async def answers():
+        options = (2, Sampling(), [], False, 60, lambda seconds: None)
+        jobs = [AnswerJob(model, text, [memory], *options) for text, memory in zip(texts, memories, strict=True)]
+        AnswerJob.run(jobs)
+        return [(await job.next_event()).text for job in jobs]
+
+    first = asyncio.run(answers())
+    assert counted[:2] == [(1, int(memory.num_slots)) for memory in memories]
+    counted.clear()
+    assert asyncio.run(answers()) == first
+    assert counted[0] == (2, 5)
+    pipe.read_slots.max_bytes = 0
+    assert asyncio.run(answers()) == first
+
+
 @pytest.mark.slow
 def test_a_store_is_compacted_now_and_then_also_where_the_server_is_started_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(server_memories, "_COMPACTED_EVERY", 8)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of slots that the decoder has read, kept for further questions about the same memory."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from ..checkpoint.fingerprints import version
+from ..memory.compressed_context import CompressedContext
+from ..memory.key_value_memory import position_bytes, sliding_window
+from ..parts.attention_masks import run_backbone
+from ..parts.cache_name import CACHE
+from ..parts.lora import DECODER
+
+_MAX_BYTES = 2**29
+
+
+class ReadSlots:
+    """Memories of embeddings as the decoder's keys and values, the least recently used of which go first.
+
+    Args:
+        model: a compressor with its LM head.
+        max_bytes: most bytes of keys and values that are kept; 0 for none.
+    """
+
+    def __init__(self, model: Any, max_bytes: int = _MAX_BYTES):
+        self.backbone, self.max_bytes, self.nbytes = model.base_model, max_bytes, 0
+        self._rows: dict[bytes, CompressedContext] = {}
+        self._versions: tuple[Any, ...] = ()
+        self._lock = threading.Lock()
+
+    def read(
+        self, memory: CompressedContext, texts: Sequence[list[int]]
+    ) -> tuple[CompressedContext, Sequence[list[int]]]:
+        """Return a memory of keys and values, and the texts without the tokens in front of the slots, which it holds.
+
+        Both come back unchanged where there is nothing to gain, or too much to keep.
+
+        Args:
+            memory: on the model's device, in its type.
+            texts: token ids of what is asked.
+        """
+        config = self.backbone.config
+        if memory.embeddings is None or config.is_encoder_decoder or not memory.model_id:
+            return memory, texts
+        num_first = self.backbone.num_in_front(torch.tensor([texts[0]]))
+        first = texts[0][:num_first]
+        size = memory.batch_size * (num_first + memory.attention_mask.shape[1])
+        if (
+            size * position_bytes(config.decoder_config, memory.dtype) > self.max_bytes
+            or sliding_window(config.decoder_config) is not None
+            or any(text[:num_first] != first or len(text) == num_first for text in texts)
+        ):
+            return memory, texts
+        names = [_row_digest(memory.rows(row), first) for row in range(memory.batch_size)]
+        with self._lock:
+            versions = tuple(version(parameter) for parameter in self.backbone.parameters())
+            if versions != self._versions:
+                self._rows, self._versions, self.nbytes = {}, versions, 0
+            # Those in use become the last to go.
+            rows = {name: self._rows[name] for name in names if name in self._rows}
+            self._rows = {name: row for name, row in self._rows.items() if name not in rows} | rows
+        if missing := [row for row, name in enumerate(names) if name not in rows]:
+            found = slots_as_key_values(self.backbone, memory.rows(missing), first)
+            new = {names[row]: _row_alone(found.rows(place)) for place, row in enumerate(missing)}
+            self._keep(new, versions)
+            rows |= new
+        return memory.stack([rows[name] for name in names]), [text[num_first:] for text in texts]
+
+    def _keep(self, rows: dict[bytes, CompressedContext], versions: tuple[Any, ...]) -> None:
+        with self._lock:
+            # Another thread may have met other weights meanwhile, or the same memories.
+            rows = {name: row for name, row in rows.items() if name not in self._rows}
+            if versions != self._versions:
+                return
+            self._rows |= rows
+            self.nbytes += sum(row.nbytes for row in rows.values())
+            while self.nbytes > self.max_bytes:
+                self.nbytes -= self._rows.pop(next(iter(self._rows))).nbytes
+
+
+@torch.no_grad()
+def slots_as_key_values(backbone: Any, memory: CompressedContext, first: Sequence[int]) -> CompressedContext:
+    """Return a memory of embeddings as the keys and values that the decoder gives it.
+
+    Args:
+        backbone: a compressor's.
+        memory: slots; no gradient flows through them.
+        first: token ids that stand in front of the slots, and in front of the new memory's.
+    """
+    num_rows, device = memory.batch_size, memory.device
+    ids = torch.tensor([list(first)] * num_rows, dtype=torch.long, device=device)
+    # As `first_inputs` has it: contexts of the enhanced layout start at position 1.
+    shift = max(0, len(first) - 1) if memory.position_layout == "enhanced" else len(first)
+    positions = torch.arange(len(first), device=device).expand(num_rows, -1)
+    positions = torch.cat([positions, memory.position_ids + shift], dim=1)
+    mask = torch.cat([torch.ones_like(ids), memory.attention_mask], dim=1)
+    inputs: dict[str, Any] = {
+        "inputs_embeds": torch.cat([backbone._embed_text(ids), memory.embeddings], dim=1),
+        "attention_mask": mask,
+        "position_ids": positions * mask,
+    }
+    cache = DynamicCache()
+    with backbone._adapter(backbone.language_model, DECODER):
+        run_backbone(backbone.language_model, is_right_padded=True, use_cache=True, **{CACHE: cache}, **inputs)
+    return replace(
+        memory,
+        check=False,
+        embeddings=None,
+        key_values=tuple((layer.keys, layer.values) for layer in cache.layers),
+        attention_mask=mask,
+        position_ids=positions * mask,
+        num_context_tokens=memory.num_context_tokens + len(first),
+    )
+
+
+def _row_alone(memory: CompressedContext) -> CompressedContext:
+    """A row of a batch in tensors of its own, without the pads behind it."""
+    real = slice(int(memory.num_slots))
+    pairs = tuple((keys[:, :, real].clone(), values[:, :, real].clone()) for keys, values in memory.key_values or ())
+    fields = {"attention_mask": memory.attention_mask[:, real], "position_ids": memory.position_ids[:, real]}
+    return replace(memory, check=False, key_values=pairs, **fields)
+
+
+def _row_digest(row: CompressedContext, first: Sequence[int]) -> bytes:
+    """What a row's slots are known by: their values and places."""
+    real = slice(int(row.num_slots))
+    digest = hashlib.sha256(f"{row.model_id}{row.position_layout}{list(first)}".encode())
+    tensors: list[Any] = [row.embeddings, row.position_ids]
+    for tensor in (*(tensor[:, real] for tensor in tensors), row.num_context_tokens):
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.digest()
