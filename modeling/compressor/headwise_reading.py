@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -62,11 +63,29 @@ class HeadGroup:
     is_real: Tensor | None
 
 
-def pairs_by_head(memory: CompressedContext) -> list[list[HeadGroup]]:
-    """Each layer's pairs, head by head: those of a single row without a pad, and as views of one tensor.
+@dataclass
+class PackedPairs:
+    """Pairs of all of a layer's heads one behind another, for attention that takes lengths.
+
+    Args:
+        keys: `(num_pairs, head_dim)`, row by row and there head by head.
+        values: same shape.
+        counts: `(batch_size * num_heads,)`, pairs of each.
+        most: the largest of these.
+    """
+
+    keys: Tensor
+    values: Tensor
+    counts: Tensor
+    most: int
+
+
+def pairs_by_head(memory: CompressedContext, is_packed: bool = False) -> list[list[Any]]:
+    """Each layer's pairs, head by head: groups of like numbers, of which a single row's are views without a pad.
 
     Args:
         memory: with `head_ids`.
+        is_packed: whether each layer has one `PackedPairs` instead.
     """
     if memory.head_ids is None:
         raise ValueError("the memory's heads have their own places: it has no `head_ids`")
@@ -81,8 +100,14 @@ def pairs_by_head(memory: CompressedContext) -> list[list[HeadGroup]]:
     of_rows = counts.tolist()
     starts = [[0, *accumulate(row)] for row in of_rows]
     per_layer = num_heads // len(pairs)
-    layers = []
+    layers: list[list[Any]] = []
     for first in range(0, num_heads, per_layer):
+        if is_packed:
+            parts = [slice(row[first], row[first + per_layer]) for row in starts]
+            both = (torch.cat([states[row, part] for row, part in enumerate(parts)]) for states in flat)
+            most = max(max(row[first : first + per_layer]) for row in of_rows)
+            layers.append([PackedPairs(*both, counts[:, first : first + per_layer].flatten(), most)])
+            continue
         places = [(row, head) for row in range(len(of_rows)) for head in range(first, first + per_layer)]
         if len(of_rows) == 1:
             bounds = [slice(*starts[0][head : head + 2]) for _, head in places]
@@ -126,7 +151,7 @@ def attend_by_heads(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    pairs: tuple[list[HeadGroup], int] | None = None,
+    pairs: tuple[list[Any], int] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """An attention function of the library: that of the base, which reads in front of the text what each head keeps.
@@ -142,12 +167,15 @@ def attend_by_heads(
     name = config.read_as._attn_implementation
     if pairs is None:
         return _attention(module, name)(module, query, key, value, attention_mask, **kwargs)
+    groups, first_position = pairs
+    if isinstance(groups[0], PackedPairs):
+        read = partial(_read_by_lengths, partial(_attention(module, name), module), query, key, value)
+        return read(groups[0], attention_mask, first_position, **kwargs), None
     if name not in PAIRWISE_MASKS:
-        # Flash and flex attention read texts without a memory: pairs are masked by query.
+        # Flex attention reads texts without a memory: pairs are masked by query.
         attention_mask = _dense_mask(attention_mask, query, key)
         name = "eager" if kwargs.get("softcap") or kwargs.get("s_aux") is not None else "sdpa"
     attention = _attention(module, name)
-    groups, first_position = pairs
     (batch_size, num_heads), num_queries = key.shape[:2], query.shape[2]
     if attention_mask is None and num_queries > 1:
         # A first pass, whose causality is left to the kernel; a fixed cache has places behind it.
@@ -182,15 +210,106 @@ def _attention(module: nn.Module, name: str) -> Any:
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
-def _dense_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
-    """Flash or flex attention's mask as `(batch_size or 1, 1, num_queries, num_tokens)` bool."""
-    num_queries, num_tokens = query.shape[2], key.shape[2]
-    if mask is not None and not isinstance(mask, Tensor):
-        from torch.nn.attention.flex_attention import create_mask
+def _read_by_lengths(
+    attention: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pairs: PackedPairs,
+    mask: Tensor | None,
+    first_position: int,
+    **kwargs: Any,
+) -> Tensor:
+    """FlashAttention over sequences of unlike lengths: each key/value head of a row is one, as of AdaKV and KVzip.
 
-        return with_sight(create_mask(mask.mask_mod, len(query), 1, num_queries, num_tokens, query.device))
-    causal = query.new_ones(num_queries, num_tokens, dtype=torch.bool).tril(num_tokens - num_queries)[None, None]
-    return causal if mask is None else with_sight(causal & mask[:, None, None, -num_tokens:].bool())
+    Args:
+        attention: the library's FlashAttention.
+        query, key, value, first_position, kwargs: as of [`attend_by_heads`].
+        pairs: the layer's.
+        mask: real places of the text, `(batch_size, num_tokens)`; `None` for all.
+
+    Returns:
+        `(batch_size, num_queries, num_heads, head_dim)`, zeros at pads.
+    """
+    num_queries, num_tokens = query.shape[2], key.shape[2]
+    real = key.new_ones(len(key), num_tokens, dtype=torch.bool) if mask is None else mask[:, -num_tokens:].bool()
+    asks = real[:, -num_queries:]
+    # Pairs lie outside a sliding window, in which text and slots fit.
+    kwargs["sliding_window"] = None
+    read = partial(_sequences, partial(attention, **kwargs), query, key, value)
+    if num_queries == 1 < num_tokens:
+        return read(pairs, asks, real)
+    # A text may begin in front of the pairs, and does not see them there.
+    in_front = asks & (kwargs["position_ids"] < first_position)
+    output = read(pairs, asks & ~in_front, real)
+    if bool(in_front.any()):
+        none = PackedPairs(pairs.keys[:0], pairs.values[:0], torch.zeros_like(pairs.counts), 0)
+        keys_in_front = functional.pad(in_front, (num_tokens - num_queries, 0))
+        output = output + read(none, in_front, keys_in_front)
+    return output
+
+
+def _sequences(
+    attention: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pairs: PackedPairs,
+    asks: Tensor,
+    real: Tensor,
+) -> Tensor:
+    """Causal attention of some queries to the pairs of their heads and to some of the text.
+
+    Args:
+        asks: `(batch_size, num_queries)` bool, the queries, which are the last of `real` in their rows.
+        real: `(batch_size, num_tokens)` bool, what of the text is seen.
+    """
+    batch_size, num_heads, num_tokens, _ = key.shape
+    asks, real = (mask.repeat_interleave(num_heads, dim=0) for mask in (asks, real))
+    starts_q, starts_k = (
+        functional.pad(lengths.cumsum(0), (1, 0)) for lengths in (asks.sum(1), pairs.counts + real.sum(1))
+    )
+    # What is left out goes behind all sequences.
+    of_queries = (starts_q[:-1, None] + asks.cumsum(1) - 1).where(asks, asks.numel())
+    of_text = (starts_k[:-1, None] + pairs.counts[:, None] + real.cumsum(1) - 1).where(
+        real, len(pairs.keys) + real.numel()
+    )
+    moves = starts_k[:-1] - pairs.counts.cumsum(0) + pairs.counts
+    of_pairs = torch.arange(len(pairs.keys), device=key.device)
+    of_pairs = of_pairs + moves.repeat_interleave(pairs.counts, output_size=len(of_pairs))
+
+    def packed(states: Tensor, places: Tensor) -> Tensor:
+        return states.new_zeros(states.shape[0] + 1, *states.shape[1:]).index_copy(0, places, states)
+
+    def with_text(front: Tensor, text: Tensor) -> Tensor:
+        text = text.flatten(0, 1).masked_fill(~real[:, :, None], 0).flatten(0, 1)
+        return packed(torch.cat([front, text]), torch.cat([of_pairs, of_text.flatten()]))[None, None]
+
+    queries = query.unflatten(1, (num_heads, -1)).flatten(0, 1).transpose(1, 2)
+    # The kernel writes nothing to what is left out, no gradient either.
+    queries = packed(queries.masked_fill(~asks[:, :, None, None], 0).flatten(0, 1), of_queries.flatten())
+    output = attention(
+        queries.transpose(0, 1)[None],
+        with_text(pairs.keys, key),
+        with_text(pairs.values, value),
+        None,
+        cu_seq_lens_q=starts_q.int(),
+        cu_seq_lens_k=starts_k.int(),
+        max_length_q=asks.shape[1],
+        max_length_k=pairs.most + num_tokens,
+    )[0][0]
+    output = output[of_queries].masked_fill(~asks[:, :, None, None], 0)
+    return output.unflatten(0, (batch_size, num_heads)).transpose(1, 2).flatten(2, 3)
+
+
+def _dense_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
+    """Flex attention's mask as `(batch_size or 1, 1, num_queries, num_tokens)` bool."""
+    num_queries, num_tokens = query.shape[2], key.shape[2]
+    if mask is None or isinstance(mask, Tensor):
+        return query.new_ones(num_queries, num_tokens, dtype=torch.bool).tril(num_tokens - num_queries)[None, None]
+    from torch.nn.attention.flex_attention import create_mask
+
+    return with_sight(create_mask(mask.mask_mod, len(query), 1, num_queries, num_tokens, query.device))
 
 
 def _with_pairs(
@@ -290,7 +409,8 @@ class HeadwiseModel(CompressorModel):
             cache = ReadOnlyCache(
                 tuple((keys[:, :, :0], values[:, :, :0]) for keys, values in memory.key_values or ())
             )
-        note_cached_pairs(cache, (pairs_by_head(memory), self.first_slot_position))
+        is_packed = "flash" in (self.language_model.config._attn_implementation or "")
+        note_cached_pairs(cache, (pairs_by_head(memory, is_packed), self.first_slot_position))
         return cache
 
     def cached_slot_mask(self, memory: CompressedContext) -> Tensor:
