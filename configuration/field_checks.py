@@ -42,11 +42,6 @@ def positive_int_or_none(field: str, value: Any) -> int | None:
     return value
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a value is an int or a float."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def ratio_tuple(value: Any) -> tuple[int, ...]:
     """Return one or more different ratios as a tuple, else raise a `ValueError`."""
     ratios = tuple(value) if isinstance(value, (list, tuple)) else (value,)

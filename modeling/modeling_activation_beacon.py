@@ -21,7 +21,13 @@ from .compressor.modeling_compressor import CompressorModel
 from .compressor.validation import TokenRows, check_ratios, check_together
 from .memory.beacon_memory import BeaconMemory, BeaconWindow, beacon_window
 from .memory.compressed_context import CompressedContext, KeyValues
-from .memory.key_value_memory import RecordingCache, check_same_key_values, check_sliding_window, inverse_frequencies
+from .memory.key_value_memory import (
+    KeyValueRecorder,
+    ReadOnlyCache,
+    check_same_key_values,
+    check_sliding_window,
+    inverse_frequencies,
+)
 from .parts.lora import PASSES, Passes, activated
 from .parts.packing import right_padded, take_places
 
@@ -29,6 +35,23 @@ from .parts.packing import right_padded, take_places
 _NAMES = {"query": ("q_proj",), "key": ("k_proj",), "value": ("v_proj",), "output": ("o_proj", "out_proj", "dense")}
 # The thread's pass: the places in its flattened batch, and the maps of their own.
 _PASS = Passes()
+
+
+class RecordingCache(ReadOnlyCache):
+    """A cache that every layer reads in front of its own places, and which keeps some of those, for one pass.
+
+    Args:
+        key_values: as of [`ReadOnlyCache`].
+        places: as of [`KeyValueRecorder`].
+    """
+
+    def __init__(self, key_values: KeyValues, places: Tensor):
+        super().__init__(key_values)
+        self.recorder = KeyValueRecorder(places)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Note a layer's keys and values, and give it those of its memory with them behind."""
+        return super().update(*self.recorder.update(key_states, value_states, layer_idx), layer_idx)
 
 
 class BeaconLinear(nn.Linear):

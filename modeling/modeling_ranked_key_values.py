@@ -16,7 +16,6 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from ..configuration.configuration_ranked_key_values import RankedKeyValuesConfig
-from ..configuration.field_checks import is_number
 from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks, cut
@@ -301,11 +300,8 @@ class RankedKeyValuesModel(HeadwiseModel):
             ridge: above 0, in mean squares of the inputs.
 
         Raises:
-            TypeError: a `ridge` that is no number.
             ValueError: no token, a `ridge` that is not finite and above 0, or scorers that would not be finite.
         """
-        if not is_number(ridge):
-            raise TypeError(f"`ridge` must be a number, got {ridge!r}")
         if not 0 < ridge < math.inf:
             raise ValueError(f"`ridge` must be finite and above 0, got {ridge}")
         layers, heads, _ = key_value_shape(self.config.decoder_config)

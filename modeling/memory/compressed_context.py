@@ -285,7 +285,7 @@ class CompressedContext:
         try:
             memory = cls(**fields_of_file(tensors, metadata))
             memory.validate(finite=True)
-        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ValueError(f"{path} does not hold a valid memory: {error}") from error
         if not memory.model_id:
             raise ValueError(f"{path} names no model: it was compressed in training mode, and must be made anew")

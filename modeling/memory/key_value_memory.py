@@ -109,23 +109,6 @@ class ReadOnlyCache(DynamicCache):
         return self.get_seq_length() + query_length, 0
 
 
-class RecordingCache(ReadOnlyCache):
-    """A cache that every layer reads in front of its own places, and which keeps some of those, for one forward pass.
-
-    Args:
-        key_values: as of [`ReadOnlyCache`].
-        places: as of [`KeyValueRecorder`].
-    """
-
-    def __init__(self, key_values: KeyValues, places: Tensor):
-        super().__init__(key_values)
-        self.recorder = KeyValueRecorder(places)
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Note a layer's keys and values, and give it those of its memory with them behind."""
-        return super().update(*self.recorder.update(key_states, value_states, layer_idx), layer_idx)
-
-
 def keep_caches_under_checkpointing(model: nn.Module, enable: bool) -> None:
     """Let checkpointed layers keep the cache that they are given, or again drop it as the library has it.
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     shapes: dict[str, tuple[int, ...]] = {"attention_mask": (rows, slots), "position_ids": (rows, slots)}
     optional: dict[str, tuple[int, ...]] = {"question_fingerprints": (rows,)}
     if memory.key_values is not None:
-        optional |= {name: (rows, slots, num_heads_of(memory)) for name in PAIR_FIELDS}
+        optional |= {name: (rows, slots, _num_heads(memory)) for name in PAIR_FIELDS}
     shapes |= {"num_context_tokens": (rows,)} | ({"ratio": (rows,)} if isinstance(memory.ratio, Tensor) else {})
     shapes |= {name: shape for name, shape in optional.items() if getattr(memory, name) is not None}
     for name, shape in shapes.items():
@@ -48,10 +47,6 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
             raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} to fit the {memory.carrier}, got {tuple(tensor.shape)}")
-    if not isinstance(memory.ratio, (int, Tensor)):
-        raise TypeError(f"ratio must be an int or a LongTensor with one value for each row, got {memory.ratio!r}")
-    if not isinstance(memory.model_id, str):
-        raise TypeError(f"model_id must be a string, got {memory.model_id!r}")
     if memory.position_layout not in POSITION_LAYOUTS:
         raise ValueError(
             f"position_layout must be one of {', '.join(POSITION_LAYOUTS)}, got {memory.position_layout!r}"
@@ -60,26 +55,17 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     if len(devices) > 1:
         raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
     if not memory.attention_mask.is_meta:
-        refuse_values(memory, torch.stack(value_flags(memory, finite)).tolist())
+        _refuse_values(memory, finite)
 
 
 def _checked_carrier(memory: Any) -> list[Tensor]:
     """The embeddings, or keys and values of all layers, of one shape and with the scales and frequencies they need."""
     name, dims = memory.carrier, 3 if memory.key_values is None else 4
-    pairs = memory.key_values or ()
-    if memory.key_values is not None and (
-        not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
-    ):
-        raise TypeError("key_values must be a tuple with one pair of keys and values for each layer")
-    tensors = carrier_tensors(memory)
-    if not tensors:
-        raise ValueError("key_values must have at least one layer")
+    pairs, tensors = memory.key_values or (), carrier_tensors(memory)
     for tensor in tensors:
-        dtype = getattr(tensor, "dtype", None)
-        if dtype is None or not (dtype.is_floating_point or (quantization_of(dtype) and memory.scales is not None)):
-            raise TypeError(
-                f"{name} must be floating-point tensors, or integers with `scales`, got {dtype or tensor!r}"
-            )
+        dtype = tensor.dtype
+        if not dtype.is_floating_point and (quantization_of(dtype) is None or memory.scales is None):
+            raise TypeError(f"{name} must be floating-point tensors, or integers with `scales`, got {dtype}")
         if tensor.dim() != dims:
             raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
     shapes = {(*tensor.shape[:-1], width_of(tensor)) for tensor in tensors}
@@ -102,52 +88,35 @@ def _checked_carrier(memory: Any) -> list[Tensor]:
     return tensors
 
 
-def num_heads_of(memory: Any) -> int:
+def _num_heads(memory: Any) -> int:
     """Key/value heads in all layers of a memory of key/values."""
     return len(memory.key_values) * memory.key_values[0][0].shape[1]
 
 
-def value_flags(memory: Any, finite: bool = False) -> list[Tensor]:
-    """What may be wrong with the values of a memory's fields, without a wait for the device.
-
-    Args:
-        memory: a `CompressedContext`.
-        finite: look for NaN and infinite values in what carries the memory, too.
-
-    Returns:
-        truth values, tensors without dimensions, for [`refuse_values`].
-    """
+def _refuse_values(memory: Any, finite: bool) -> None:
+    """Raise a `ValueError` for the first wrong value of a memory's fields, by one wait for the device."""
     mask, heads, frequencies = memory.attention_mask.long(), memory.head_ids, memory.inverse_frequencies
-    no = mask.new_zeros((), dtype=torch.bool)
-    carrier: list[Tensor] = []
+    flags = {
+        "attention_mask must hold ones and zeros": (mask != 0) & (mask != 1),
+        "attention_mask must have the real slots of each row first, the padding slots after them": (
+            mask[:, 1:] > mask[:, :-1]
+        ),
+        "num_context_tokens must be zero or more": memory.num_context_tokens < 0,
+        "position_ids must be zero or more in every real slot": (memory.position_ids < 0) & (mask == 1),
+        "ratio must be 1 or more in every row": torch.as_tensor(memory.ratio, device=mask.device) < 1,
+    }
+    if frequencies is not None:
+        flags["inverse_frequencies must be finite"] = ~frequencies.isfinite()
+    if heads is not None:
+        flags["head_ids must be those of the heads of all layers"] = (heads < 0) | (heads >= _num_heads(memory))
     if finite:
         # Integers are.
         carrier = scale_tensors(memory) if quantization_of(memory.dtype) else carrier_tensors(memory)
-    return [
-        ((mask != 0) & (mask != 1)).any(),
-        (mask[:, 1:] > mask[:, :-1]).any(),
-        (memory.num_context_tokens < 0).any(),
-        ((memory.position_ids < 0) & (mask == 1)).any(),
-        no if frequencies is None else (~frequencies.isfinite()).any().to(mask.device),
-        (torch.as_tensor(memory.ratio, device=mask.device) < 1).any(),
-        no if heads is None else ((heads < 0) | (heads >= num_heads_of(memory))).any(),
-        ~torch.stack([~no, *(tensor.isfinite().all() for tensor in carrier)]).all(),
-    ]
-
-
-def refuse_values(memory: Any, flags: Sequence[int]) -> None:
-    """Raise a `ValueError` for the first of [`value_flags`] that is true."""
-    reasons = (
-        "attention_mask must hold ones and zeros",
-        "attention_mask must have the real slots of each row first, the padding slots after them",
-        "num_context_tokens must be zero or more",
-        "position_ids must be zero or more in every real slot",
-        "inverse_frequencies must be finite",
-        "ratio must be 1 or more in every row",
-        "head_ids must be those of the heads of all layers",
-        f"{memory.carrier} must be finite, and hold NaN or infinite values: the model that made them has overflowed, "
-        "or its weights are not finite",
-    )
-    for flag, reason in zip(flags, reasons, strict=True):
+        flags[
+            f"{memory.carrier} must be finite, and hold NaN or infinite values: the model that made them has "
+            "overflowed, or its weights are not finite"
+        ] = ~torch.stack([tensor.isfinite().all() for tensor in carrier])
+    is_wrong = torch.stack([flag.any().to(mask.device) for flag in flags.values()]).tolist()
+    for reason, flag in zip(flags, is_wrong, strict=True):
         if flag:
             raise ValueError(reason)

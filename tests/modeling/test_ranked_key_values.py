@@ -336,18 +336,11 @@ def test_what_cannot_be_is_refused_with_its_name(ranked):
     }
 
 
-@pytest.mark.parametrize(
-    ("ridge", "error", "message"),
-    [
-        (float("nan"), ValueError, "`ridge` must be finite and above 0, got nan"),
-        (float("inf"), ValueError, "`ridge` must be finite and above 0, got inf"),
-        ("1", TypeError, "`ridge` must be a number, got '1'"),
-    ],
-)
-def test_a_fit_that_would_leave_no_scorers_is_refused(method_cases, ridge, error, message):
+@pytest.mark.parametrize("ridge", [0.0, float("nan"), float("inf")])
+def test_a_fit_that_would_leave_no_scorers_is_refused(method_cases, ridge):
     model = method_cases["ranked_key_values"].build()
     before = [parameter.clone() for parameter in model.model.scorers.parameters()]
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=f"`ridge` must be finite and above 0, got {ridge}"):
         model.model.fit_scorers([(ids_of(12), None)], ridge=ridge)
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(torch.nan)
