@@ -9,6 +9,9 @@ keys and values. From a memory: the page is compressed once, its slots go throug
 goes on from their keys and values. Both sides have the same decoder, the same prompts and the same loop, and write the
 same number of tokens, so that they differ in what stands for the page and in nothing else.
 
+Of memories of embeddings the pipeline's further questions are measured, too: with slots that it has kept, and with
+slots that it reads again with each question.
+
 A page that is too long for the base's positions, with question and answer, is cut to what fits; the table says so.
 """
 
@@ -33,6 +36,7 @@ from benchmarks.common.tools import (
     save_and_report,
     tells_errors,
     timed,
+    timed_by_processor,
 )
 from context_compressors.demo import CHECKPOINT, fastest_dtype, load, read_pages
 from context_compressors.modeling.memory.compressed_context import CompressedContext
@@ -141,25 +145,43 @@ def measure(
         ratio: of the memory; `None` reads the text.
     """
     model, config, device = pipe.model, pipe.model.config, pipe.device
-    memory, compression = None, 0.0
+    # By the clock, and of the processor.
+    samples: list[dict[str, Any]] = [{}, {}]
+
+    def note(name: str, function: Callable[[], Any], *, is_list: bool = True) -> Any:
+        (result, processor), clock = timed(lambda: timed_by_processor(function, device), device)
+        for sample, time in zip(samples, (clock, processor), strict=True):
+            sample[name] = [*sample.get(name, []), time] if is_list else time
+        return result
+
+    memory = None
     if ratio is None:
         prompts = [full_context_ids(config, pipe.tokenizer, page, question) for question in questions]
+        samples = [{"compression": 0.0}, {"compression": 0.0}]
     else:
         prompts = [question_ids(config, pipe.tokenizer, question) for question in questions]
         context = torch.tensor([page], device=device)
-        memory, compression = timed(lambda: model.compress(context, ratio=ratio), device)
+        memory = note("compression", lambda: model.compress(context, ratio=ratio), is_list=False)
     reader = Reader(model, prompts, memory)
-    reading = timed(reader.read, device)[1]
-    answers = [
-        timed(lambda index=index: reader.answer(index, new_tokens), device)[1] for index in range(len(questions))
-    ]
+    note("reading", reader.read, is_list=False)
+    for index in range(len(questions)):
+        note("answers", lambda index=index: reader.answer(index, new_tokens))
+    if memory is not None and memory.embeddings is not None:
+        length, most = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}, pipe.read_slots.max_bytes
+        for name, pipe.read_slots.max_bytes in (("kept", most), ("read again", 0)):
+            pipe(questions[0], memory=memory, **length)
+            for question in questions[1:4]:
+                note(name, lambda question=question: pipe(question, memory=memory, **length))
+        pipe.read_slots.max_bytes = most
     return {
         "num_tokens": len(page),
+        "text_bytes": len(pipe.tokenizer.decode(page).encode()),
         "read_as": TEXT if ratio is None else f"{ratio}x",
         "places": len(page) if memory is None else int(memory.num_slots[0]),
         "kept_bytes": reader.num_bytes if memory is None else memory.nbytes,
         "cache_bytes": reader.num_bytes,
-        "samples": [{"compression": compression, "reading": reading, "answers": answers}],
+        "samples": samples[:1],
+        "processor_samples": samples[1:],
     }
 
 
@@ -173,7 +195,7 @@ def times(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
     def middle(time: Callable[[dict[str, Any]], float]) -> float:
         return median(time(sample) for sample in samples)
 
-    return {
+    found = {
         "compress": middle(lambda s: s["compression"]),
         "read": middle(lambda s: s["reading"]),
         "first answer": middle(lambda s: s["compression"] + s["reading"] + s["answers"][0]),
@@ -181,21 +203,27 @@ def times(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
         "all": middle(lambda s: s["compression"] + s["reading"] + sum(s["answers"])),
         "all, if compressed before": middle(lambda s: s["reading"] + sum(s["answers"])),
     }
+    for name in ("kept", "read again"):
+        if name in samples[0]:
+            found[f"pipeline, {name}"] = middle(lambda s, name=name: median(s[name]))
+    return found
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows as a table: times in seconds, sizes in MiB."""
-    header = ["page, tokens", "read as", "tokens or slots", *times(rows[0]["samples"]), "kept, MiB", "cache, MiB"]
+    """Return the rows as a table: times in seconds by the clock and of the processor, sizes in kB."""
+    names = max((times(row["samples"]) for row in rows), key=len)
+    header = ["page, tokens", "read as", "tokens or slots", *names, "stored, kB", "cache, kB", "text, kB"]
     body = []
     for row in rows:
         asked = row["asked_tokens"]
         length = f"{row['num_tokens']:,}" + (f" (of {asked:,})" if asked != row["num_tokens"] else "")
-        waits = [f"{time:.2f}" for time in times(row["samples"]).values()]
+        clock, processor = times(row["samples"]), times(row["processor_samples"])
+        waits = {name: f"{time:.2f} ({processor[name]:.2f})" for name, time in clock.items()}
         if row["read_as"] == TEXT:
-            waits[0] = waits[-1] = "-"
-        sizes = [f"{row[name] / 2**20:.2f}" for name in ("kept_bytes", "cache_bytes")]
-        body.append([length, row["read_as"], f"{row['places']:,}", *waits, *sizes])
-    return "Times in seconds.\n\n" + markdown_table(header, body)
+            waits["compress"] = waits["all, if compressed before"] = "-"
+        sizes = [f"{row[name] / 1000:,.1f}" for name in ("kept_bytes", "cache_bytes", "text_bytes")]
+        body.append([length, row["read_as"], f"{row['places']:,}", *(waits.get(name, "-") for name in names), *sizes])
+    return "Seconds by the clock, and of the processor in brackets.\n\n" + markdown_table(header, body)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -236,8 +264,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # All ways in turns: what else the machine does hits all.
         found = [[measure(pipe, page, questions, new_tokens, way) for way in ways] for _ in range(arguments.repeats)]
         for of_way in zip(*found, strict=True):
-            samples = [sample for one in of_way for sample in one["samples"]]
-            rows.append({"asked_tokens": length, **of_way[-1], "samples": samples})
+            found_samples = {
+                name: [sample for one in of_way for sample in one[name]] for name in ("samples", "processor_samples")
+            }
+            rows.append({"asked_tokens": length, **of_way[-1], **found_samples})
     arguments.checkpoint = Path(arguments.checkpoint).name
     save_and_report(__file__, arguments, rows, table(rows))
     return 0

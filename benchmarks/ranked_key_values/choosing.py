@@ -36,10 +36,10 @@ def add_choosing_arguments(parser: argparse.ArgumentParser, questions: int) -> N
     add_output_argument(parser)
 
 
-def load(folder: str) -> tuple[RankedKeyValuesForCausalLM, Any]:
-    """Return a checkpoint in float32 with its adapter merged, and its tokenizer."""
+def load(folder: str, dtype: torch.dtype = torch.float32) -> tuple[RankedKeyValuesForCausalLM, Any]:
+    """Return a checkpoint with its adapter merged, and its tokenizer."""
     fetch_base(folder)
-    model = RankedKeyValuesForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = RankedKeyValuesForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     model.merge_adapters()
     return model, AutoTokenizer.from_pretrained(folder)
 
@@ -77,21 +77,26 @@ def answer_losses(
     return torch.stack(losses)
 
 
-def paired_losses(losses: Mapping[str, Sequence[float]], baseline: str) -> dict[str, dict[str, Any]]:
-    """Return each variant's mean loss and its difference to the baseline, with 95 % intervals over questions.
+def paired_scores(
+    found: Mapping[str, Sequence[Mapping[str, float]]], baseline: str, contexts: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Return each variant's mean scores and their differences to the baseline, with 95 % intervals over contexts.
 
     Args:
-        losses: of each variant, in the same order of questions, which are about different contexts.
+        found: of each variant the scores of each question, in the same order.
         baseline: one of the variants.
+        contexts: of the questions.
     """
     statistics = {}
-    for name, values in losses.items():
-        pairs = zip(values, losses[baseline], strict=True)
-        statistics[name, "loss"] = mean_statistic(values)
-        statistics[name, "difference"] = mean_statistic([one - other for one, other in pairs])
-    resampled = resampled_scores(statistics, range(len(losses[baseline])), num_resamples=10_000)
-    found: dict[str, dict[str, Any]] = {name: {} for name in losses}
+    for name, rows in found.items():
+        for score in rows[0]:
+            values, others = ([row[score] for row in of_variant] for of_variant in (rows, found[baseline]))
+            pairs = zip(values, others, strict=True)
+            statistics[name, score] = mean_statistic(values)
+            statistics[name, f"{score}_difference"] = mean_statistic([one - other for one, other in pairs])
+    resampled = resampled_scores(statistics, contexts, num_resamples=10_000)
+    results: dict[str, dict[str, Any]] = {name: {} for name in found}
     for (name, score), statistic in statistics.items():
-        found[name][score] = statistic.score()
-        found[name][f"{score}_interval"] = list(percentile_interval(resampled[name, score]))
-    return found
+        results[name][score] = statistic.score()
+        results[name][f"{score}_interval"] = list(percentile_interval(resampled[name, score]))
+    return results

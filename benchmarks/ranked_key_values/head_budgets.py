@@ -27,7 +27,7 @@ from benchmarks.ranked_key_values.choosing import (
     choosing_questions,
     load,
     once,
-    paired_losses,
+    paired_scores,
 )
 from context_compressors.modeling import modeling_ranked_key_values
 from context_compressors.modeling.compressor.context_compression_qa import padded
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Each batch is one pass, which `once` remembers.
     model.model.tokens_at_once = sys.maxsize
     questions = choosing_questions(arguments.data, arguments.questions)
-    losses: dict[int, dict[str, list[float]]] = {
+    losses: dict[int, dict[str, list[dict[str, float]]]] = {
         ratio: {budget: [] for budget in arguments.budgets} for ratio in arguments.ratios
     }
     fullest: dict[tuple[int, str], list[float]] = {}
@@ -98,13 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             ):
                 memories = model.compress(**rows, ratio=arguments.ratios)
             for ratio, memory in zip(arguments.ratios, memories, strict=True):
-                losses[ratio][budget] += answer_losses(model, tokenizer, memory, batch).tolist()
+                of_answers = answer_losses(model, tokenizer, memory, batch).tolist()
+                losses[ratio][budget] += [{"loss": loss} for loss in of_answers]
                 fullest.setdefault((ratio, budget), []).extend(fullest_heads(memory))
         print(f"{start + len(batch)} of {len(questions)}", flush=True)
     results = [
         {"ratio": ratio, "budget": budget, **found, "fullest_head": fmean(fullest[ratio, budget])}
         for ratio, of_ratio in losses.items()
-        for budget, found in paired_losses(of_ratio, UNBOUNDED).items()
+        for budget, found in paired_scores(of_ratio, UNBOUNDED, [row["context"] for row in questions]).items()
     ]
     table = markdown_table(list(results[0]), [[str(value) for value in row.values()] for row in results])
     arguments.data = Path(arguments.data).name

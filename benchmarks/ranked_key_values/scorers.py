@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scorers of ranked key/values, KVzap and Fast KVzip, fitted to the same contexts: loss of right answers.
+"""Scorers of ranked key/values, KVzap and Fast KVzip, fitted to the same contexts: loss of right answers, or answers.
 
     python -m benchmarks.ranked_key_values.scorers --data qa_squad_train.parquet
+    python -m benchmarks.ranked_key_values.scorers --data DATA/qa_squad_train.parquet --asked DATA --questions 120
+
+With `--asked` every variant answers the first questions of each set of the comparison, and the checkpoint with its own
+scorers is what they are compared with.
 
 The published scorers are for other bases. Here the modules and recipes of the authors' code fit scorers to the
 checkpoint's reader, on contexts that trained it. The highest scores of all layers and heads stay, so that all variants
@@ -17,7 +21,8 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +34,9 @@ from torch.nn import functional
 
 from benchmarks.common.questions import questions_by_context
 from benchmarks.common.tools import positive_int, save_and_report, tells_errors
+from benchmarks.comparison.peers import lines_of
+from benchmarks.comparison.plan import read_table
+from benchmarks.comparison.questions import write_sets
 from benchmarks.ranked_key_values.choosing import (
     FIRST_ROW,
     add_choosing_arguments,
@@ -36,13 +44,14 @@ from benchmarks.ranked_key_values.choosing import (
     choosing_questions,
     load,
     once,
-    paired_losses,
+    paired_scores,
 )
+from context_compressors.evaluation.metrics import squad_scores, substring_accuracy
 from context_compressors.modeling.compressor.context_compression_qa import padded
-from context_compressors.modeling.parts.prompting import document_ids
+from context_compressors.modeling.parts.prompting import document_ids, question_ids
 from context_compressors.reporting.tables import markdown_table
 
-RANKED = "ranked key/values"
+RANKED, SHIPPED = "ranked key/values", "the checkpoint's own"
 _REPEAT = "\n\nRepeat the previous context exactly."
 # Attention below it counts as none, as in ranked key/values.
 _LEAST_ATTENTION = 1e-4
@@ -105,7 +114,7 @@ def scores_of_contexts(
         norms = torch.einsum("nhd,whd->hnw", values, projection).norm(dim=-1)
         # KVzip+: by the norm of what reads, and of what is read behind the output projection.
         plus = weights / states[-weights.shape[1] :].norm(dim=-1)[None, :, None] * norms[:, None]
-        highest = [scores.amax(dim=1).unflatten(0, (-1, group)).amax(dim=1).T for scores in (weights, plus)]
+        highest = [scores.amax(dim=1).unflatten(0, (-1, group)).amax(dim=1).T.float() for scores in (weights, plus)]
         found.append((states[span].bfloat16(), *highest))
 
     hooks = [layer.self_attn.register_forward_hook(note, with_kwargs=True) for layer in reader.layers]
@@ -188,8 +197,41 @@ def gate(
 def scored(read: Any, chunks: Any, modules: nn.Module) -> Any:
     """Return keys and values of chunks and their scores, in place of the model's own."""
     key_values, states = read(chunks)
-    scores = [module(of_layer).mT for module, of_layer in zip(modules, states, strict=True)]
+    scores = [module(of_layer.float()).mT for module, of_layer in zip(modules, states, strict=True)]
     return key_values, torch.stack(scores, dim=1).flatten(1, 2)
+
+
+def comparison_questions(data: Path, tokenizer: Any, number: int) -> list[dict[str, Any]]:
+    """Return as many of the comparison's questions, the first of each set that has questions.
+
+    Args:
+        data: folder with the sets' files.
+        tokenizer: the base's.
+        number: of all sets together.
+    """
+    table = read_table()
+    sets = {title: entry for title, entry in table["sets"].items() if entry["task"] == "question_answering"}
+    with tempfile.TemporaryDirectory() as folder:
+        write_sets({**table, "sets": sets}, data, tokenizer, Path(folder))
+        lines = [list(lines_of(Path(folder, f"{title}.jsonl")))[: number // len(sets)] for title in sets]
+    return [line for of_set in lines for line in of_set]
+
+
+def _losses(model: Any, tokenizer: Any, memory: Any, questions: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    return [{"loss": loss} for loss in answer_losses(model, tokenizer, memory, questions).tolist()]
+
+
+def _answer_scores(
+    model: Any, tokenizer: Any, memory: Any, questions: Sequence[Mapping[str, Any]]
+) -> list[dict[str, float]]:
+    """Return F1 of each answer, and whether it contains a reference, 0 to 100 each."""
+    text = padded([question_ids(model.config, tokenizer, row["question"]) for row in questions], model.device)
+    eos, most = tokenizer.eos_token_id, questions[0]["max_new_tokens"]
+    options = {"do_sample": False, "eos_token_id": eos, "pad_token_id": eos, "max_new_tokens": most}
+    written = model.generate(**text, memory=memory, **options)[:, text["input_ids"].shape[1] :]
+    answers = [answer.strip() for answer in tokenizer.batch_decode(written, skip_special_tokens=True)]
+    pairs = [([answer], [row["references"]]) for answer, row in zip(answers, questions, strict=True)]
+    return [{"f1": squad_scores(*pair)["f1"], "contained": substring_accuracy(*pair)} for pair in pairs]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -198,6 +240,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_choosing_arguments(parser, questions=60)
     parser.add_argument("--contexts", type=positive_int, default=60, metavar="N", help="to fit to (default: 60)")
     parser.add_argument("--gate-steps", type=positive_int, default=300, metavar="N", help="of Fast KVzip's gates")
+    parser.add_argument("--asked", metavar="FOLDER", help="the comparison's data: its questions are answered")
     parser.add_argument("--ratios", type=positive_int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--batch-size", type=positive_int, default=20)
     return parser
@@ -208,20 +251,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Fit all scorers and answer with each; returns the exit status."""
     arguments = build_parser().parse_args(argv)
     torch.manual_seed(0)
-    model, tokenizer = load(arguments.checkpoint)
+    # The comparison's rows are in bfloat16.
+    model, tokenizer = load(arguments.checkpoint, torch.float32 if arguments.asked is None else torch.bfloat16)
     reader, backbone = model.model.language_model, model.model
     choosing = questions_by_context(arguments.data, FIRST_ROW)
     training = [context for context in questions_by_context(arguments.data) if context not in choosing]
     drawn = random.Random(0).sample(training, arguments.contexts)
-    own = reader.config._attn_implementation
+    attention = reader.config._attn_implementation
     reader.set_attn_implementation("eager")
     contexts = [document_ids(model.config, tokenizer, context) for context in drawn]
     inputs, scores, plus = scores_of_contexts(reader, tokenizer, contexts)
-    reader.set_attn_implementation(own)
+    reader.set_attn_implementation(attention)
     print(f"{inputs.shape[1]:,} tokens", flush=True)
     plus = plus.clamp(min=torch.finfo(torch.float32).tiny).log()
-    variants = {
-        RANKED: ridge(inputs, scores.clamp(min=_LEAST_ATTENTION).log()),
+    variants: dict[str, nn.Module] = {
         "KVzap-Linear": ridge(inputs, plus),
         "KVzap-MLP": mlp(inputs, plus),
         "Fast KVzip": gate(inputs, scores, _group(reader), arguments.gate_steps),
@@ -230,8 +273,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Each batch is one pass, which `once` remembers.
     backbone.tokens_at_once = sys.maxsize
-    questions = choosing_questions(arguments.data, arguments.questions)
-    losses: dict[int, dict[str, list[float]]] = {ratio: {name: [] for name in variants} for ratio in arguments.ratios}
+    if arguments.asked is None:
+        baseline, questions = RANKED, choosing_questions(arguments.data, arguments.questions)
+        own, of_memory = ridge(inputs, scores.clamp(min=_LEAST_ATTENTION).log()), partial(_losses, model, tokenizer)
+    else:
+        baseline, questions = SHIPPED, comparison_questions(Path(arguments.asked), tokenizer, arguments.questions)
+        own, of_memory = backbone.scorers, partial(_answer_scores, model, tokenizer)
+    variants = {baseline: own, **variants}
+    found: dict[int, dict[str, list[dict[str, float]]]] = {
+        ratio: {name: [] for name in variants} for ratio in arguments.ratios
+    }
     for start in range(0, len(questions), arguments.batch_size):
         batch = questions[start : start + arguments.batch_size]
         rows = padded([document_ids(model.config, tokenizer, row["context"]) for row in batch], model.device)
@@ -241,16 +292,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 with patch.object(backbone, "_scored", partial(scored, read, modules=modules)):
                     memories = model.compress(**rows, ratio=arguments.ratios)
                 for ratio, memory in zip(arguments.ratios, memories, strict=True):
-                    losses[ratio][name] += answer_losses(model, tokenizer, memory, batch).tolist()
+                    found[ratio][name] += of_memory(memory, batch)
         print(f"{start + len(batch)} of {len(questions)}", flush=True)
+    contexts_of = [row["context"] for row in questions]
     results = [
-        {"ratio": ratio, "scorer": name, **found}
-        for ratio, of_ratio in losses.items()
-        for name, found in paired_losses(of_ratio, RANKED).items()
+        {"ratio": ratio, "scorer": name, **scores}
+        for ratio, of_ratio in found.items()
+        for name, scores in paired_scores(of_ratio, baseline, contexts_of).items()
     ]
     table = markdown_table(list(results[0]), [[str(value) for value in row.values()] for row in results])
     arguments.data = Path(arguments.data).name
-    save_and_report(__file__, arguments, results, table, "scorers")
+    save_and_report(__file__, arguments, results, table, "scorers" if arguments.asked is None else "scorer_answers")
     return 0
 
 
