@@ -2077,7 +2077,7 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     shapes: dict[str, tuple[int, ...]] = {"attention_mask": (rows, slots), "position_ids": (rows, slots)}
     optional: dict[str, tuple[int, ...]] = {"question_fingerprints": (rows,)}
     if memory.key_values is not None:
-        optional |= {name: (rows, slots, num_heads_of(memory)) for name in PAIR_FIELDS}
+        optional |= {name: (rows, slots, _num_heads(memory)) for name in PAIR_FIELDS}
     shapes |= {"num_context_tokens": (rows,)} | ({"ratio": (rows,)} if isinstance(memory.ratio, Tensor) else {})
     shapes |= {name: shape for name, shape in optional.items() if getattr(memory, name) is not None}
     for name, shape in shapes.items():
@@ -2086,10 +2086,6 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
             raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} to fit the {memory.carrier}, got {tuple(tensor.shape)}")
-    if not isinstance(memory.ratio, (int, Tensor)):
-        raise TypeError(f"ratio must be an int or a LongTensor with one value for each row, got {memory.ratio!r}")
-    if not isinstance(memory.model_id, str):
-        raise TypeError(f"model_id must be a string, got {memory.model_id!r}")
     if memory.position_layout not in POSITION_LAYOUTS:
         raise ValueError(
             f"position_layout must be one of {', '.join(POSITION_LAYOUTS)}, got {memory.position_layout!r}"
@@ -2098,26 +2094,17 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     if len(devices) > 1:
         raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
     if not memory.attention_mask.is_meta:
-        refuse_values(memory, torch.stack(value_flags(memory, finite)).tolist())
+        _refuse_values(memory, finite)
 
 
 def _checked_carrier(memory: Any) -> list[Tensor]:
     """The embeddings, or keys and values of all layers, of one shape and with the scales and frequencies they need."""
     name, dims = memory.carrier, 3 if memory.key_values is None else 4
-    pairs = memory.key_values or ()
-    if memory.key_values is not None and (
-        not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
-    ):
-        raise TypeError("key_values must be a tuple with one pair of keys and values for each layer")
-    tensors = carrier_tensors(memory)
-    if not tensors:
-        raise ValueError("key_values must have at least one layer")
+    pairs, tensors = memory.key_values or (), carrier_tensors(memory)
     for tensor in tensors:
-        dtype = getattr(tensor, "dtype", None)
-        if dtype is None or not (dtype.is_floating_point or (quantization_of(dtype) and memory.scales is not None)):
-            raise TypeError(
-                f"{name} must be floating-point tensors, or integers with `scales`, got {dtype or tensor!r}"
-            )
+        dtype = tensor.dtype
+        if not dtype.is_floating_point and (quantization_of(dtype) is None or memory.scales is None):
+            raise TypeError(f"{name} must be floating-point tensors, or integers with `scales`, got {dtype}")
         if tensor.dim() != dims:
             raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
     shapes = {(*tensor.shape[:-1], width_of(tensor)) for tensor in tensors}
@@ -2140,45 +2127,36 @@ def _checked_carrier(memory: Any) -> list[Tensor]:
     return tensors
 
 
-def num_heads_of(memory: Any) -> int:
+def _num_heads(memory: Any) -> int:
     """Key/value heads in all layers of a memory of key/values."""
     return len(memory.key_values) * memory.key_values[0][0].shape[1]
 
 
-def value_flags(memory: Any, finite: bool = False) -> list[Tensor]:
-    """What may be wrong with the values of a memory's fields, without a wait for the device."""
+def _refuse_values(memory: Any, finite: bool) -> None:
+    """Raise a `ValueError` for the first wrong value of a memory's fields, by one wait for the device."""
     mask, heads, frequencies = memory.attention_mask.long(), memory.head_ids, memory.inverse_frequencies
-    no = mask.new_zeros((), dtype=torch.bool)
-    carrier: list[Tensor] = []
+    flags = {
+        "attention_mask must hold ones and zeros": (mask != 0) & (mask != 1),
+        "attention_mask must have the real slots of each row first, the padding slots after them": (
+            mask[:, 1:] > mask[:, :-1]
+        ),
+        "num_context_tokens must be zero or more": memory.num_context_tokens < 0,
+        "position_ids must be zero or more in every real slot": (memory.position_ids < 0) & (mask == 1),
+        "ratio must be 1 or more in every row": torch.as_tensor(memory.ratio, device=mask.device) < 1,
+    }
+    if frequencies is not None:
+        flags["inverse_frequencies must be finite"] = ~frequencies.isfinite()
+    if heads is not None:
+        flags["head_ids must be those of the heads of all layers"] = (heads < 0) | (heads >= _num_heads(memory))
     if finite:
         # Integers are.
         carrier = scale_tensors(memory) if quantization_of(memory.dtype) else carrier_tensors(memory)
-    return [
-        ((mask != 0) & (mask != 1)).any(),
-        (mask[:, 1:] > mask[:, :-1]).any(),
-        (memory.num_context_tokens < 0).any(),
-        ((memory.position_ids < 0) & (mask == 1)).any(),
-        no if frequencies is None else (~frequencies.isfinite()).any().to(mask.device),
-        (torch.as_tensor(memory.ratio, device=mask.device) < 1).any(),
-        no if heads is None else ((heads < 0) | (heads >= num_heads_of(memory))).any(),
-        ~torch.stack([~no, *(tensor.isfinite().all() for tensor in carrier)]).all(),
-    ]
-
-
-def refuse_values(memory: Any, flags: Sequence[int]) -> None:
-    """Raise a `ValueError` for the first of [`value_flags`] that is true."""
-    reasons = (
-        "attention_mask must hold ones and zeros",
-        "attention_mask must have the real slots of each row first, the padding slots after them",
-        "num_context_tokens must be zero or more",
-        "position_ids must be zero or more in every real slot",
-        "inverse_frequencies must be finite",
-        "ratio must be 1 or more in every row",
-        "head_ids must be those of the heads of all layers",
-        f"{memory.carrier} must be finite, and hold NaN or infinite values: the model that made them has overflowed, "
-        "or its weights are not finite",
-    )
-    for flag, reason in zip(flags, reasons, strict=True):
+        flags[
+            f"{memory.carrier} must be finite, and hold NaN or infinite values: the model that made them has "
+            "overflowed, or its weights are not finite"
+        ] = ~torch.stack([tensor.isfinite().all() for tensor in carrier])
+    is_wrong = torch.stack([flag.any().to(mask.device) for flag in flags.values()]).tolist()
+    for reason, flag in zip(flags, is_wrong, strict=True):
         if flag:
             raise ValueError(reason)
 
@@ -2798,7 +2776,7 @@ class CompressedContext:
         try:
             memory = cls(**fields_of_file(tensors, metadata))
             memory.validate(finite=True)
-        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ValueError(f"{path} does not hold a valid memory: {error}") from error
         if not memory.model_id:
             raise ValueError(f"{path} names no model: it was compressed in training mode, and must be made anew")
@@ -3019,414 +2997,6 @@ def _join_heads(states: Tensor, batch_size: int, order: Tensor) -> Tensor:
     heads, head_dim = states.shape[1], states.shape[3]
     rows = states.reshape(batch_size, -1, *states.shape[1:]).transpose(1, 2)
     return take_places(rows.reshape(batch_size, heads, -1, head_dim), order, dim=2)
-
-
-# compressor/context_compression_qa.py
-
-MAX_NEW_TOKENS = 64
-BATCH_SIZE = 8
-LIKELIEST = "likeliest"
-# Pads for each token: documents of very unlike lengths are not read in one batch.
-_MOST_PADDING = 0.5
-
-
-def padded(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
-    """Rows of token ids as `input_ids` and `attention_mask`, each `(batch_size, num_tokens)`, padded on the right."""
-    # Moved at once: each move waits for the device.
-    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
-    return {
-        "input_ids": pad_sequence(ids, batch_first=True).to(device),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True).to(device),
-    }
-
-
-class ContextCompressionQAPipeline(Pipeline):
-    """Asks a compressor about documents that it reads once."""
-
-    _load_tokenizer = True
-    _load_processor = False
-    _load_image_processor = False
-    _load_video_processor = False
-    _load_feature_extractor = False
-
-    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, **kwargs: Any):
-        if not model.can_generate():
-            raise ValueError(f"{type(model).__name__} writes no text: load the checkpoint with its LM head")
-        super().__init__(model=model, tokenizer=tokenizer, **kwargs)
-        # As in training: where a text says "[LM]", or names a sentinel, these are characters.
-        has_own_tokens = bool(model.config.task_token_ids) or model.config.is_encoder_decoder
-        has_own_tokens |= model.config.prompt_format == "chat"
-        # A copy in any case: a fast tokenizer keeps the truncation of its last call, which others may make meanwhile.
-        plain = text_tokenizer(tokenizer, splits=has_own_tokens or tokenizer.split_special_tokens)
-        self._question_tokenizer = plain
-        self._document_tokenizer = plain if model.encoder_tokenizer is None else model.encoder_tokenizer
-
-    def __call__(
-        self,
-        question: str | Sequence[str] | None = None,
-        context: str | Sequence[str | Sequence[str]] | None = None,
-        memory: CompressedContext | str | os.PathLike | Sequence[Any] | None = None,
-        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]] | None = None,
-        store: Any = None,
-        ids: Sequence[str] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Answer questions about documents or their memories."""
-        if (context is not None) + (memory is not None) + (store is not None) != 1:
-            raise ValueError("give either `context`, `memory` or `store`")
-        if (store is None) != (ids is None):
-            raise ValueError("give `store` and `ids` together")
-        if store is not None:
-            memory = store.get(ids).to(self.device, self.model.dtype)
-            kwargs.setdefault("join", self._preprocess_params.get("join", LIKELIEST))
-        if context is None and kwargs.get("max_tokens") is not None:
-            raise ValueError(
-                f"`max_tokens`, {kwargs['max_tokens']!r}, cuts a document that is compressed, and a memory is read "
-                "whole: leave it out; the length of an answer is `max_new_tokens`"
-            )
-        if (question is None) == (messages is None):
-            raise ValueError("give either `question` or `messages`")
-        inputs = {"question": question, "messages": messages, "context": context, "memory": memory}
-        return super().__call__(inputs | {"batch_size": self._size(kwargs.pop("batch_size", None))}, **kwargs)
-
-    def compress(
-        self,
-        documents: str | Sequence[str | Sequence[str]],
-        ratio: int | Sequence[int] | None = None,
-        max_tokens: int | None = None,
-        allow_untrained_ratio: bool = False,
-        batch_size: int | None = None,
-        show_progress_bar: bool = False,
-        source: str | None = None,
-    ) -> CompressedContext | list[CompressedContext]:
-        """Compress texts as the checkpoint was trained to read them, in batches of similar length."""
-        batch_size = self._size(batch_size)
-        self.check_max_tokens(max_tokens)
-        self.check_serves_memories("a memory without one answers nothing: ask about the document itself")
-        rows = [cut_passages(row, max_tokens) for row in self._passages(documents, max_tokens)]
-        if not rows:
-            raise ValueError("`documents` is an empty list")
-        by_row = isinstance(ratio, Tensor) and ratio.dim() > 0
-        order, parts = [], []
-        with logging.tqdm(total=len(rows), unit="text", disable=not show_progress_bar) as progress:
-            lengths = [sum(map(len, row)) for row in rows]
-            for batch in length_batches(lengths, batch_size, most_padding=_MOST_PADDING):
-                own: Any = ratio[batch] if by_row else ratio  # type: ignore[index,call-overload]
-                part = self.compress_ids([rows[i] for i in batch], own, allow_untrained_ratio)
-                parts.append(part if isinstance(part, list) else [part])
-                order += batch
-                progress.update(len(batch))
-        memories = [self._memory_class.stack(of_ratio) for of_ratio in zip(*parts, strict=True)]
-        if len(parts) > 1:
-            memories = [memory.rows(torch.tensor(order).argsort()) for memory in memories]
-        if source is not None:
-            if not isinstance(documents, str):
-                raise TypeError("`source` is the place of a single text: compress each document by itself")
-            memories = [replace(memory, check=False, source=text_source(source, documents)) for memory in memories]
-        return memories if isinstance(ratio, (list, tuple)) else memories[0]
-
-    def compress_ids(
-        self,
-        rows: Sequence[Sequence[Any]],
-        ratio: int | Sequence[int] | None = None,
-        allow_untrained_ratio: bool = False,
-        question: dict[str, Tensor] | None = None,
-    ) -> CompressedContext | list[CompressedContext]:
-        """Compress token ids, as `document_ids` gives them, in one batch."""
-        asked: dict[str, Any] = {}
-        if question is not None:
-            asked = {f"question_{name}": tensor for name, tensor in question.items()}
-        passages = [[row] if not row or isinstance(row[0], int) else row for row in rows]
-        size, measured = self.model.config.chunk_size, self.model.config.measured_chunks
-        most = max(sum(math.ceil(len(passage) / (size or math.inf)) for passage in row) for row in passages)
-        if measured is not None and most > measured:
-            logger.warning_once(
-                f"a document has {most} chunks of {size} tokens, and this checkpoint was measured on {measured} at "
-                "most: answers may be worse; find the passages that matter first, and give only those"
-            )
-        if any(len(row) > 1 for row in passages):
-            asked["chunk_lengths"] = [[len(passage) for passage in row] for row in passages]
-        ids = padded([[token for passage in row for token in passage] for row in passages], self.device)
-        with torch.no_grad():
-            return self.model.compress(**ids, ratio=ratio, allow_untrained_ratio=allow_untrained_ratio, **asked)
-
-    def check_serves_memories(self, otherwise: str) -> None:
-        """Raise `ValueError`, and say what to do otherwise, if a document is compressed with its question."""
-        if self.model.config.compresses_questions:
-            raise ValueError(
-                "this checkpoint compresses a document together with its question (`question_placement='encoder'`), "
-                + otherwise
-            )
-
-    def check_max_tokens(self, max_tokens: int | None) -> None:
-        """Raise `ValueError` if a limit leaves nothing of a document behind what opens it, such as BOS."""
-        check_max_tokens(self.model.config, self._document_tokenizer, max_tokens)
-
-    def document_ids(self, documents: str | Sequence[str | Sequence[str]], most: int | None = None) -> list[list[int]]:
-        """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
-        return [[token for passage in row for token in passage] for row in self._passages(documents, most)]
-
-    def full_text_ids(
-        self, documents: Sequence[str | Sequence[str]], max_tokens: int | None = None
-    ) -> list[list[int]]:
-        """Token ids of documents as the decoder reads them in front of a question, without a memory."""
-        config = self.model.config
-        if config.is_encoder_decoder:
-            raise ValueError(f"the decoder of a {type(self.model).__name__} reads no documents, only memories")
-        _check_documents(documents)
-        return [decoder_document_ids(config, self._question_tokenizer, text, max_tokens) for text in documents]
-
-    def _passages(self, documents: Any, most: int | None = None) -> list[list[list[int]]]:
-        """Token ids of each document's passages."""
-        is_one = isinstance(documents, (str, Mapping)) or not isinstance(documents, Iterable)
-        texts: list[Any] = [documents] if is_one else list(documents)
-        _check_documents(texts)
-        return passages_ids(self.model.config, self._document_tokenizer, texts, most)
-
-    def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
-        """A memory from its file, on the model's device; one that is loaded already comes back as it is."""
-        if isinstance(source, (str, os.PathLike)):
-            return self._memory_class.load(source, device=self.device, dtype=self.model.dtype)
-        if not is_memory(source):
-            raise TypeError(f"`memory` must be a CompressedContext, its file, or a list of these, got {source!r}")
-        return source
-
-    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Save model and tokenizer; the model brings the code of both itself and this pipeline."""
-        self.model.save_pretrained(save_directory, **kwargs)
-        self.tokenizer.save_pretrained(save_directory)
-
-    # --- the steps of a pipeline ---
-
-    def _sanitize_parameters(
-        self,
-        prompt: str | None = None,
-        max_tokens: int | None = None,
-        join: bool | str | None = None,
-        full_text: bool | None = None,
-        ratio: int | None = None,
-        allow_untrained_ratio: bool | None = None,
-        **generate_kwargs: Any,
-    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        check_generation(generate_kwargs)
-        if isinstance(ratio, (list, tuple)) or (isinstance(ratio, Tensor) and ratio.dim()):
-            raise ValueError(f"`ratio` must be a single one, got {ratio}: a question is asked at one ratio at a time")
-        if not isinstance(join, bool) and join not in (None, LIKELIEST):
-            raise ValueError(f"`join` must be True, False or {LIKELIEST!r}, got {join!r}")
-        if full_text and ratio is not None:
-            raise ValueError(f"`full_text` compresses nothing: leave out the `ratio`, {ratio!r}")
-        read: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "join": join, "full_text": full_text}
-        asked = {"join": join, "ratio": ratio, "allow_untrained_ratio": allow_untrained_ratio}
-        read = {name: value for name, value in read.items() if value is not None}
-        return read, {name: value for name, value in asked.items() if value is not None} | generate_kwargs, {}
-
-    def preprocess(
-        self,
-        inputs: dict[str, Any],
-        prompt: str | None = None,
-        max_tokens: int | None = None,
-        join: bool | str = False,
-        full_text: bool = False,
-    ) -> dict[str, Any]:
-        """Turn texts into token ids and files into memories."""
-        self.check_max_tokens(max_tokens)
-        name = "context" if inputs["memory"] is None else "memory"
-        sources, reads_one = _as_list(name, inputs[name])
-        if name == "memory":
-            self.check_serves_memories("so that no memory is asked here: give the document, `context`")
-        rows: list[Any] = [None]
-        if full_text:
-            if name == "memory":
-                raise ValueError("`full_text` reads a document's own tokens: give `context` in place of a memory")
-            rows = self.full_text_ids(sources, max_tokens)
-            rows = [[token for row in rows for token in row]] if join is True else rows
-        texts = [self._texts(inputs["question"], inputs["messages"], prompt, row) for row in rows]
-        compresses, (question_ids, asks_one) = name == "context" and not full_text, texts[0]
-        return {
-            "question_ids": question_ids,
-            # Behind the tokens of each document that is not compressed.
-            "full_text_ids": [ids for ids, _ in texts] if full_text else None,
-            "document_ids": (
-                [cut_passages(row, max_tokens) for row in self._passages(sources, max_tokens)] if compresses else None
-            ),
-            "memories": [self.load_memory(source) for source in sources] if name == "memory" else None,
-            "batch_size": inputs["batch_size"],
-            "asks_one": asks_one,
-            "reads_one": reads_one,
-        }
-
-    def _texts(
-        self, question: Any, messages: Any, prompt: str | None, document: Sequence[int] | None = None
-    ) -> tuple[list[list[int]], bool]:
-        """Token ids of questions or conversations, behind a document's if these are given; and whether it was one."""
-        config, tokenizer = self.model.config, self._question_tokenizer
-        if messages is None:
-            questions, asks_one = _as_list("question", question)
-            check_texts("question", questions)
-            if document is not None:
-                return [full_context_ids(config, tokenizer, document, text, prompt) for text in questions], asks_one
-            return [question_ids(config, tokenizer, text, prompt) for text in questions], asks_one
-        if prompt is not None:
-            raise ValueError("`prompt` is what a `question` stands in: leave it out beside `messages`")
-        conversations, _ = _as_list("messages", messages)
-        asks_one = isinstance(conversations[0], Mapping)
-        if asks_one:
-            conversations = [conversations]
-        check_texts("messages", [message.get("content") for messages in conversations for message in messages])
-        return [message_ids(config, tokenizer, messages, document) for messages in conversations], asks_one
-
-    def _forward(
-        self,
-        inputs: dict[str, Any],
-        join: bool | str = False,
-        ratio: int | None = None,
-        allow_untrained_ratio: bool = False,
-        **generate_kwargs: Any,
-    ) -> dict[str, Any]:
-        batch_size, questions, documents = (inputs[name] for name in ("batch_size", "question_ids", "document_ids"))
-        generate_kwargs = with_defaults(generate_kwargs, MAX_NEW_TOKENS, self._pad_token_id)
-        if join == LIKELIEST:
-            generate_kwargs |= {"return_dict_in_generate": True, "output_logits": True}
-        answers: list[list[tuple[Tensor, float]]] = []
-        if inputs["full_text_ids"] is not None:
-            for texts in inputs["full_text_ids"]:
-                answers += self._answers([None], texts, batch_size, lambda *_: None, generate_kwargs)
-        elif documents is not None and self.model.config.compresses_questions:
-            if join is True and len(documents) > 1:
-                self.check_serves_memories("so that several are not joined: ask about each of them")
-            compress: Any = partial(self.compress_ids, ratio=ratio, allow_untrained_ratio=allow_untrained_ratio)
-            answers = self._answers(
-                documents, questions, batch_size, lambda rows, text: compress(rows, question=text), generate_kwargs
-            )
-        else:
-            for memory in self._memories(inputs, join, ratio, allow_untrained_ratio):
-                rows, rows_of = range(len(memory)), partial(_rows_of, memory)
-                answers += self._answers(rows, questions, batch_size, rows_of, generate_kwargs)
-        if join == LIKELIEST:
-            answers = [[max(of_question, key=lambda answer: answer[1]) for of_question in zip(*answers, strict=True)]]
-        reads_one = bool(join) or (inputs["reads_one"] and len(answers) == 1)
-        new_tokens = [[ids for ids, _ in document] for document in answers]
-        return {"answers": new_tokens, "asks_one": inputs["asks_one"], "reads_one": reads_one}
-
-    def postprocess(self, outputs: dict[str, Any]) -> Any:
-        """Decode the answers, and take them out of the lists that a single question or document needs not."""
-        answers: list[Any] = [
-            [{"answer": self.tokenizer.decode(ids, skip_special_tokens=True).strip()} for ids in document]
-            for document in outputs["answers"]
-        ]
-        if outputs["asks_one"]:
-            answers = [document[0] for document in answers]
-        return answers[0] if outputs["reads_one"] else answers
-
-    @property
-    def _memory_class(self) -> type[CompressedContext]:
-        # The one beside the model: a checkpoint with code of its own has its own.
-        return self.model.base_model.memory_class
-
-    def _memories(
-        self, inputs: dict[str, Any], join: bool | str, ratio: int | None, allow_untrained_ratio: bool
-    ) -> Iterable[CompressedContext]:
-        """The memories that are asked: those given, or of the documents in batches; a single one if all are joined."""
-        memories, documents, batch_size = (inputs[name] for name in ("memories", "document_ids", "batch_size"))
-        if memories is None:
-            batches = batches_in_order([sum(map(len, row)) for row in documents], batch_size, _MOST_PADDING)
-            memories = (
-                self.compress_ids([documents[row] for row in batch], ratio, allow_untrained_ratio) for batch in batches
-            )
-        else:
-            if ratio is not None:
-                memories = [memory.at_ratio(ratio) for memory in memories]
-            # Once, and not again for each batch of questions.
-            memories = [memory.to(self.device, self.model.dtype) for memory in memories]
-        if join is True:
-            rows = [memory.rows(row) for memory in memories for row in range(memory.batch_size)]
-            memories = [self._memory_class.concatenate(rows) if len(rows) > 1 else rows[0]]
-        return memories
-
-    def _size(self, batch_size: int | None) -> int:
-        return (self._batch_size or BATCH_SIZE) if batch_size is None else batch_size
-
-    def _answers(
-        self,
-        sources: Sequence[Any],
-        questions: list[list[int]],
-        batch_size: int,
-        memory_of: Callable[[list[Any], dict[str, Tensor]], CompressedContext | None],
-        generate_kwargs: dict[str, Any],
-    ) -> list[list[tuple[Tensor, float]]]:
-        """Return each source's new tokens for every question, with their mean log-likelihood if logits are asked for."""
-        pairs = [(source, question) for source in sources for question in questions]
-        answers: list[tuple[Tensor, float]] = []
-        for start in range(0, len(pairs), batch_size):
-            batch = pairs[start : start + batch_size]
-            text = padded([question for _, question in batch], self.device)
-            memory = memory_of([source for source, _ in batch], text)
-            output = self.model.generate(**text, memory=memory, **generate_kwargs)
-            if isinstance(output, Tensor):
-                answers += [(ids, 0.0) for ids in output[:, text["input_ids"].shape[1] :]]
-            else:
-                answers += self._with_likelihoods(output)
-        return [answers[start : start + len(questions)] for start in range(0, len(answers), len(questions))]
-
-    def _with_likelihoods(self, output: Any) -> list[tuple[Tensor, float]]:
-        """Return the new tokens of each row of what `generate` gave with its logits, and their mean log-likelihood."""
-        beams = output.get("beam_indices")
-        scores = self.model.compute_transition_scores(output.sequences, output.logits, beams, normalize_logits=True)
-        new_tokens = output.sequences[:, -scores.shape[1] :]
-        is_pad = new_tokens == self._pad_token_id
-        means = scores.masked_fill(is_pad, 0).sum(dim=1) / (~is_pad).sum(dim=1).clamp(min=1)
-        return list(zip(new_tokens, means.tolist(), strict=True))
-
-    @property
-    def _pad_token_id(self) -> int | None:
-        pad = self.tokenizer.pad_token_id
-        return self.tokenizer.eos_token_id if pad is None else pad
-
-
-def _rows_of(memory: CompressedContext, rows: list[int], text: dict[str, Tensor]) -> CompressedContext:
-    return memory.rows(rows)
-
-
-def _check_documents(texts: Sequence[Any]) -> None:
-    check_texts("context", [p for text in texts for p in (text if isinstance(text, (list, tuple)) else [text])])
-
-
-def _as_list(name: str, value: Any) -> tuple[list[Any], bool]:
-    """One thing or several as a list, and whether it was one."""
-    if isinstance(value, (list, tuple)):
-        if not value:
-            raise ValueError(f"`{name}` is an empty list")
-        return list(value), False
-    return [value], True
-
-
-def check_generation(given: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if arguments of `generate`, or a `generation_config` among them, ask for several answers to a
-    question, or for more than its tokens."""
-    own = given.get("generation_config")
-    asked = {**({} if own is None else own.to_dict()), **given}
-    if (number := asked.get("num_return_sequences") or 1) != 1:
-        raise ValueError(f"`num_return_sequences` must be 1, got {number}: a question has one answer")
-    if asked.get("return_dict_in_generate"):
-        raise ValueError("`return_dict_in_generate` must be False: an answer is its text; call the model's `generate`")
-
-
-def with_defaults(given: Mapping[str, Any], max_new_tokens: int, pad_token_id: int | None) -> dict[str, Any]:
-    """Arguments of `generate`, with what they and a `generation_config` among them leave open: a greedy, short answer,
-    one to a question and its tokens alone, whatever the model's own `generation_config` says."""
-    given = dict(given)
-    own = copy.deepcopy(given.pop("generation_config", None))
-    defaults = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad_token_id}
-    defaults |= {"num_return_sequences": 1, "return_dict_in_generate": False}
-    if own is None:
-        if given.get("max_length") is not None:
-            del defaults["max_new_tokens"]
-        return defaults | given
-    given = own.update(**given)
-    if own.max_length is not None:
-        del defaults["max_new_tokens"]
-    own.update(**{name: value for name, value in defaults.items() if getattr(own, name) is None})
-    return {**given, "generation_config": own}
 
 
 # compressor/validation.py
@@ -3775,6 +3345,12 @@ def key_value_shape(config: Any) -> tuple[int, int, int]:
     return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
 
 
+def position_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes that keys and values of one position take in a language model's cache, over all layers and heads."""
+    layers, heads, head_dim = key_value_shape(config)
+    return 2 * layers * heads * head_dim * dtype.itemsize
+
+
 def check_has_key_values(config: Any) -> None:
     """Refuse a language model some of whose layers have a state of fixed size in place of keys and values."""
     kinds = set(getattr(config, "layer_types", None) or ()) - set(_KEY_VALUE_LAYERS)
@@ -3800,6 +3376,110 @@ def check_sliding_window(config: Any, num_slots: int, num_text_tokens: int) -> N
             f"{num_slots} slots and {num_text_tokens} text tokens do not fit into the base's sliding window of "
             f"{window} tokens: a memory of key/values needs them all inside; take a higher ratio or a shorter text"
         )
+
+
+# compressor/read_slots.py
+
+_MAX_BYTES = 2**29
+
+
+class ReadSlots:
+    """Memories of embeddings as the decoder's keys and values, the least recently used of which go first."""
+
+    def __init__(self, model: Any, max_bytes: int = _MAX_BYTES):
+        self.backbone, self.max_bytes, self.nbytes = model.base_model, max_bytes, 0
+        self._rows: dict[bytes, CompressedContext] = {}
+        self._versions: tuple[Any, ...] = ()
+        self._lock = threading.Lock()
+
+    def read(
+        self, memory: CompressedContext, texts: Sequence[list[int]]
+    ) -> tuple[CompressedContext, Sequence[list[int]]]:
+        """Return a memory of keys and values, and the texts without the tokens in front of the slots, which it holds."""
+        config = self.backbone.config
+        if memory.embeddings is None or config.is_encoder_decoder or not memory.model_id:
+            return memory, texts
+        num_first = self.backbone.num_in_front(torch.tensor([texts[0]]))
+        first = texts[0][:num_first]
+        size = memory.batch_size * (num_first + memory.attention_mask.shape[1])
+        if (
+            size * position_bytes(config.decoder_config, memory.dtype) > self.max_bytes
+            or sliding_window(config.decoder_config) is not None
+            or any(text[:num_first] != first or len(text) == num_first for text in texts)
+        ):
+            return memory, texts
+        names = [_row_digest(memory.rows(row), first) for row in range(memory.batch_size)]
+        with self._lock:
+            versions = tuple(version(parameter) for parameter in self.backbone.parameters())
+            if versions != self._versions:
+                self._rows, self._versions, self.nbytes = {}, versions, 0
+            # Those in use become the last to go.
+            rows = {name: self._rows[name] for name in names if name in self._rows}
+            self._rows = {name: row for name, row in self._rows.items() if name not in rows} | rows
+        if missing := [row for row, name in enumerate(names) if name not in rows]:
+            found = slots_as_key_values(self.backbone, memory.rows(missing), first)
+            new = {names[row]: _row_alone(found.rows(place)) for place, row in enumerate(missing)}
+            self._keep(new, versions)
+            rows |= new
+        return memory.stack([rows[name] for name in names]), [text[num_first:] for text in texts]
+
+    def _keep(self, rows: dict[bytes, CompressedContext], versions: tuple[Any, ...]) -> None:
+        with self._lock:
+            # Another thread may have met other weights meanwhile, or the same memories.
+            rows = {name: row for name, row in rows.items() if name not in self._rows}
+            if versions != self._versions:
+                return
+            self._rows |= rows
+            self.nbytes += sum(row.nbytes for row in rows.values())
+            while self.nbytes > self.max_bytes:
+                self.nbytes -= self._rows.pop(next(iter(self._rows))).nbytes
+
+
+@torch.no_grad()
+def slots_as_key_values(backbone: Any, memory: CompressedContext, first: Sequence[int]) -> CompressedContext:
+    """Return a memory of embeddings as the keys and values that the decoder gives it."""
+    num_rows, device = memory.batch_size, memory.device
+    ids = torch.tensor([list(first)] * num_rows, dtype=torch.long, device=device)
+    # As `first_inputs` has it: contexts of the enhanced layout start at position 1.
+    shift = max(0, len(first) - 1) if memory.position_layout == "enhanced" else len(first)
+    positions = torch.arange(len(first), device=device).expand(num_rows, -1)
+    positions = torch.cat([positions, memory.position_ids + shift], dim=1)
+    mask = torch.cat([torch.ones_like(ids), memory.attention_mask], dim=1)
+    inputs: dict[str, Any] = {
+        "inputs_embeds": torch.cat([backbone._embed_text(ids), memory.embeddings], dim=1),
+        "attention_mask": mask,
+        "position_ids": positions * mask,
+    }
+    cache = DynamicCache()
+    with backbone._adapter(backbone.language_model, DECODER):
+        run_backbone(backbone.language_model, is_right_padded=True, use_cache=True, **{CACHE: cache}, **inputs)
+    return replace(
+        memory,
+        check=False,
+        embeddings=None,
+        key_values=tuple((layer.keys, layer.values) for layer in cache.layers),
+        attention_mask=mask,
+        position_ids=positions * mask,
+        num_context_tokens=memory.num_context_tokens + len(first),
+    )
+
+
+def _row_alone(memory: CompressedContext) -> CompressedContext:
+    """A row of a batch in tensors of its own, without the pads behind it."""
+    real = slice(int(memory.num_slots))
+    pairs = tuple((keys[:, :, real].clone(), values[:, :, real].clone()) for keys, values in memory.key_values or ())
+    fields = {"attention_mask": memory.attention_mask[:, real], "position_ids": memory.position_ids[:, real]}
+    return replace(memory, check=False, key_values=pairs, **fields)
+
+
+def _row_digest(row: CompressedContext, first: Sequence[int]) -> bytes:
+    """What a row's slots are known by: their values and places."""
+    real = slice(int(row.num_slots))
+    digest = hashlib.sha256(f"{row.model_id}{row.position_layout}{list(first)}".encode())
+    tensors: list[Any] = [row.embeddings, row.position_ids]
+    for tensor in (*(tensor[:, real] for tensor in tensors), row.num_context_tokens):
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.digest()
 
 
 # compressor/pretrained_compressor.py
@@ -4044,6 +3724,419 @@ class CompressorPreTrainedModel(PreTrainedModel):
         if getattr(self, "hf_device_map", None) is None:
             kwargs.setdefault("device", self.device)
         return ContextCompressionQAPipeline(model=self, tokenizer=tokenizer, **kwargs)
+
+
+# compressor/context_compression_qa.py
+
+MAX_NEW_TOKENS = 64
+BATCH_SIZE = 8
+LIKELIEST = "likeliest"
+# Pads for each token: documents of very unlike lengths are not read in one batch.
+_MOST_PADDING = 0.5
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
+    """Rows of token ids as `input_ids` and `attention_mask`, each `(batch_size, num_tokens)`, padded on the right."""
+    # Moved at once: each move waits for the device.
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True).to(device),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True).to(device),
+    }
+
+
+class ContextCompressionQAPipeline(Pipeline):
+    """Asks a compressor about documents that it reads once."""
+
+    _load_tokenizer = True
+    _load_processor = False
+    _load_image_processor = False
+    _load_video_processor = False
+    _load_feature_extractor = False
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, **kwargs: Any):
+        if not model.can_generate():
+            raise ValueError(f"{type(model).__name__} writes no text: load the checkpoint with its LM head")
+        super().__init__(model=model, tokenizer=tokenizer, **kwargs)
+        # As in training: where a text says "[LM]", or names a sentinel, these are characters.
+        has_own_tokens = bool(model.config.task_token_ids) or model.config.is_encoder_decoder
+        has_own_tokens |= model.config.prompt_format == "chat"
+        # A copy in any case: a fast tokenizer keeps the truncation of its last call, which others may make meanwhile.
+        plain = text_tokenizer(tokenizer, splits=has_own_tokens or tokenizer.split_special_tokens)
+        self._question_tokenizer = plain
+        self._document_tokenizer = plain if model.encoder_tokenizer is None else model.encoder_tokenizer
+        self.read_slots = ReadSlots(model)
+
+    def __call__(
+        self,
+        question: str | Sequence[str] | None = None,
+        context: str | Sequence[str | Sequence[str]] | None = None,
+        memory: CompressedContext | str | os.PathLike | Sequence[Any] | None = None,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]] | None = None,
+        store: Any = None,
+        ids: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Answer questions about documents or their memories."""
+        if (context is not None) + (memory is not None) + (store is not None) != 1:
+            raise ValueError("give either `context`, `memory` or `store`")
+        if (store is None) != (ids is None):
+            raise ValueError("give `store` and `ids` together")
+        if store is not None:
+            memory = store.get(ids).to(self.device, self.model.dtype)
+            kwargs.setdefault("join", self._preprocess_params.get("join", LIKELIEST))
+        if context is None and kwargs.get("max_tokens") is not None:
+            raise ValueError(
+                f"`max_tokens`, {kwargs['max_tokens']!r}, cuts a document that is compressed, and a memory is read "
+                "whole: leave it out; the length of an answer is `max_new_tokens`"
+            )
+        if (question is None) == (messages is None):
+            raise ValueError("give either `question` or `messages`")
+        inputs = {"question": question, "messages": messages, "context": context, "memory": memory}
+        return super().__call__(inputs | {"batch_size": self._size(kwargs.pop("batch_size", None))}, **kwargs)
+
+    def compress(
+        self,
+        documents: str | Sequence[str | Sequence[str]],
+        ratio: int | Sequence[int] | None = None,
+        max_tokens: int | None = None,
+        allow_untrained_ratio: bool = False,
+        batch_size: int | None = None,
+        show_progress_bar: bool = False,
+        source: str | None = None,
+    ) -> CompressedContext | list[CompressedContext]:
+        """Compress texts as the checkpoint was trained to read them, in batches of similar length."""
+        batch_size = self._size(batch_size)
+        self.check_max_tokens(max_tokens)
+        self.check_serves_memories("a memory without one answers nothing: ask about the document itself")
+        rows = [cut_passages(row, max_tokens) for row in self._passages(documents, max_tokens)]
+        if not rows:
+            raise ValueError("`documents` is an empty list")
+        by_row = isinstance(ratio, Tensor) and ratio.dim() > 0
+        order, parts = [], []
+        with logging.tqdm(total=len(rows), unit="text", disable=not show_progress_bar) as progress:
+            lengths = [sum(map(len, row)) for row in rows]
+            for batch in length_batches(lengths, batch_size, most_padding=_MOST_PADDING):
+                own: Any = ratio[batch] if by_row else ratio  # type: ignore[index,call-overload]
+                part = self.compress_ids([rows[i] for i in batch], own, allow_untrained_ratio)
+                parts.append(part if isinstance(part, list) else [part])
+                order += batch
+                progress.update(len(batch))
+        memories = [self._memory_class.stack(of_ratio) for of_ratio in zip(*parts, strict=True)]
+        if len(parts) > 1:
+            memories = [memory.rows(torch.tensor(order).argsort()) for memory in memories]
+        if source is not None:
+            if not isinstance(documents, str):
+                raise TypeError("`source` is the place of a single text: compress each document by itself")
+            memories = [replace(memory, check=False, source=text_source(source, documents)) for memory in memories]
+        return memories if isinstance(ratio, (list, tuple)) else memories[0]
+
+    def compress_ids(
+        self,
+        rows: Sequence[Sequence[Any]],
+        ratio: int | Sequence[int] | None = None,
+        allow_untrained_ratio: bool = False,
+        question: dict[str, Tensor] | None = None,
+    ) -> CompressedContext | list[CompressedContext]:
+        """Compress token ids, as `document_ids` gives them, in one batch."""
+        asked: dict[str, Any] = {}
+        if question is not None:
+            asked = {f"question_{name}": tensor for name, tensor in question.items()}
+        passages = [[row] if not row or isinstance(row[0], int) else row for row in rows]
+        size, measured = self.model.config.chunk_size, self.model.config.measured_chunks
+        most = max(sum(math.ceil(len(passage) / (size or math.inf)) for passage in row) for row in passages)
+        if measured is not None and most > measured:
+            logger.warning_once(
+                f"a document has {most} chunks of {size} tokens, and this checkpoint was measured on {measured} at "
+                "most: answers may be worse; find the passages that matter first, and give only those"
+            )
+        if any(len(row) > 1 for row in passages):
+            asked["chunk_lengths"] = [[len(passage) for passage in row] for row in passages]
+        ids = padded([[token for passage in row for token in passage] for row in passages], self.device)
+        with torch.no_grad():
+            return self.model.compress(**ids, ratio=ratio, allow_untrained_ratio=allow_untrained_ratio, **asked)
+
+    def check_serves_memories(self, otherwise: str) -> None:
+        """Raise `ValueError`, and say what to do otherwise, if a document is compressed with its question."""
+        if self.model.config.compresses_questions:
+            raise ValueError(
+                "this checkpoint compresses a document together with its question (`question_placement='encoder'`), "
+                + otherwise
+            )
+
+    def check_max_tokens(self, max_tokens: int | None) -> None:
+        """Raise `ValueError` if a limit leaves nothing of a document behind what opens it, such as BOS."""
+        check_max_tokens(self.model.config, self._document_tokenizer, max_tokens)
+
+    def document_ids(self, documents: str | Sequence[str | Sequence[str]], most: int | None = None) -> list[list[int]]:
+        """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
+        return [[token for passage in row for token in passage] for row in self._passages(documents, most)]
+
+    def full_text_ids(
+        self, documents: Sequence[str | Sequence[str]], max_tokens: int | None = None
+    ) -> list[list[int]]:
+        """Token ids of documents as the decoder reads them in front of a question, without a memory."""
+        config = self.model.config
+        if config.is_encoder_decoder:
+            raise ValueError(f"the decoder of a {type(self.model).__name__} reads no documents, only memories")
+        _check_documents(documents)
+        return [decoder_document_ids(config, self._question_tokenizer, text, max_tokens) for text in documents]
+
+    def _passages(self, documents: Any, most: int | None = None) -> list[list[list[int]]]:
+        """Token ids of each document's passages."""
+        is_one = isinstance(documents, (str, Mapping)) or not isinstance(documents, Iterable)
+        texts: list[Any] = [documents] if is_one else list(documents)
+        _check_documents(texts)
+        return passages_ids(self.model.config, self._document_tokenizer, texts, most)
+
+    def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
+        """A memory from its file, on the model's device; one that is loaded already comes back as it is."""
+        if isinstance(source, (str, os.PathLike)):
+            return self._memory_class.load(source, device=self.device, dtype=self.model.dtype)
+        if not is_memory(source):
+            raise TypeError(f"`memory` must be a CompressedContext, its file, or a list of these, got {source!r}")
+        return source
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Save model and tokenizer; the model brings the code of both itself and this pipeline."""
+        self.model.save_pretrained(save_directory, **kwargs)
+        self.tokenizer.save_pretrained(save_directory)
+
+    # --- the steps of a pipeline ---
+
+    def _sanitize_parameters(
+        self,
+        prompt: str | None = None,
+        max_tokens: int | None = None,
+        join: bool | str | None = None,
+        full_text: bool | None = None,
+        ratio: int | None = None,
+        allow_untrained_ratio: bool | None = None,
+        **generate_kwargs: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        check_generation(generate_kwargs)
+        if isinstance(ratio, (list, tuple)) or (isinstance(ratio, Tensor) and ratio.dim()):
+            raise ValueError(f"`ratio` must be a single one, got {ratio}: a question is asked at one ratio at a time")
+        if not isinstance(join, bool) and join not in (None, LIKELIEST):
+            raise ValueError(f"`join` must be True, False or {LIKELIEST!r}, got {join!r}")
+        if full_text and ratio is not None:
+            raise ValueError(f"`full_text` compresses nothing: leave out the `ratio`, {ratio!r}")
+        read: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "join": join, "full_text": full_text}
+        asked = {"join": join, "ratio": ratio, "allow_untrained_ratio": allow_untrained_ratio}
+        read = {name: value for name, value in read.items() if value is not None}
+        return read, {name: value for name, value in asked.items() if value is not None} | generate_kwargs, {}
+
+    def preprocess(
+        self,
+        inputs: dict[str, Any],
+        prompt: str | None = None,
+        max_tokens: int | None = None,
+        join: bool | str = False,
+        full_text: bool = False,
+    ) -> dict[str, Any]:
+        """Turn texts into token ids and files into memories."""
+        self.check_max_tokens(max_tokens)
+        name = "context" if inputs["memory"] is None else "memory"
+        sources, reads_one = _as_list(name, inputs[name])
+        if name == "memory":
+            self.check_serves_memories("so that no memory is asked here: give the document, `context`")
+        rows: list[Any] = [None]
+        if full_text:
+            if name == "memory":
+                raise ValueError("`full_text` reads a document's own tokens: give `context` in place of a memory")
+            rows = self.full_text_ids(sources, max_tokens)
+            rows = [[token for row in rows for token in row]] if join is True else rows
+        texts = [self._texts(inputs["question"], inputs["messages"], prompt, row) for row in rows]
+        compresses, (question_ids, asks_one) = name == "context" and not full_text, texts[0]
+        return {
+            "question_ids": question_ids,
+            # Behind the tokens of each document that is not compressed.
+            "full_text_ids": [ids for ids, _ in texts] if full_text else None,
+            "document_ids": (
+                [cut_passages(row, max_tokens) for row in self._passages(sources, max_tokens)] if compresses else None
+            ),
+            "memories": [self.load_memory(source) for source in sources] if name == "memory" else None,
+            "batch_size": inputs["batch_size"],
+            "asks_one": asks_one,
+            "reads_one": reads_one,
+        }
+
+    def _texts(
+        self, question: Any, messages: Any, prompt: str | None, document: Sequence[int] | None = None
+    ) -> tuple[list[list[int]], bool]:
+        """Token ids of questions or conversations, behind a document's if these are given; and whether it was one."""
+        config, tokenizer = self.model.config, self._question_tokenizer
+        if messages is None:
+            questions, asks_one = _as_list("question", question)
+            check_texts("question", questions)
+            if document is not None:
+                return [full_context_ids(config, tokenizer, document, text, prompt) for text in questions], asks_one
+            return [question_ids(config, tokenizer, text, prompt) for text in questions], asks_one
+        if prompt is not None:
+            raise ValueError("`prompt` is what a `question` stands in: leave it out beside `messages`")
+        conversations, _ = _as_list("messages", messages)
+        asks_one = isinstance(conversations[0], Mapping)
+        if asks_one:
+            conversations = [conversations]
+        check_texts("messages", [message.get("content") for messages in conversations for message in messages])
+        return [message_ids(config, tokenizer, messages, document) for messages in conversations], asks_one
+
+    def _forward(
+        self,
+        inputs: dict[str, Any],
+        join: bool | str = False,
+        ratio: int | None = None,
+        allow_untrained_ratio: bool = False,
+        **generate_kwargs: Any,
+    ) -> dict[str, Any]:
+        batch_size, questions, documents = (inputs[name] for name in ("batch_size", "question_ids", "document_ids"))
+        generate_kwargs = with_defaults(generate_kwargs, MAX_NEW_TOKENS, self._pad_token_id)
+        if join == LIKELIEST:
+            generate_kwargs |= {"return_dict_in_generate": True, "output_logits": True}
+        answers: list[list[tuple[Tensor, float]]] = []
+        if inputs["full_text_ids"] is not None:
+            for texts in inputs["full_text_ids"]:
+                answers += self._answers([None], texts, batch_size, lambda *_: None, generate_kwargs)
+        elif documents is not None and self.model.config.compresses_questions:
+            if join is True and len(documents) > 1:
+                self.check_serves_memories("so that several are not joined: ask about each of them")
+            compress: Any = partial(self.compress_ids, ratio=ratio, allow_untrained_ratio=allow_untrained_ratio)
+            answers = self._answers(
+                documents, questions, batch_size, lambda rows, text: compress(rows, question=text), generate_kwargs
+            )
+        else:
+            may_be_asked_again = inputs["memories"] is not None or len(questions) > 1
+            for memory in self._memories(inputs, join, ratio, allow_untrained_ratio):
+                texts: Any = questions
+                if may_be_asked_again:
+                    memory, texts = self.read_slots.read(memory, questions)
+                rows, rows_of = range(len(memory)), partial(_rows_of, memory)
+                answers += self._answers(rows, texts, batch_size, rows_of, generate_kwargs)
+        if join == LIKELIEST:
+            answers = [[max(of_question, key=lambda answer: answer[1]) for of_question in zip(*answers, strict=True)]]
+        reads_one = bool(join) or (inputs["reads_one"] and len(answers) == 1)
+        new_tokens = [[ids for ids, _ in document] for document in answers]
+        return {"answers": new_tokens, "asks_one": inputs["asks_one"], "reads_one": reads_one}
+
+    def postprocess(self, outputs: dict[str, Any]) -> Any:
+        """Decode the answers, and take them out of the lists that a single question or document needs not."""
+        answers: list[Any] = [
+            [{"answer": self.tokenizer.decode(ids, skip_special_tokens=True).strip()} for ids in document]
+            for document in outputs["answers"]
+        ]
+        if outputs["asks_one"]:
+            answers = [document[0] for document in answers]
+        return answers[0] if outputs["reads_one"] else answers
+
+    @property
+    def _memory_class(self) -> type[CompressedContext]:
+        # The one beside the model: a checkpoint with code of its own has its own.
+        return self.model.base_model.memory_class
+
+    def _memories(
+        self, inputs: dict[str, Any], join: bool | str, ratio: int | None, allow_untrained_ratio: bool
+    ) -> Iterable[CompressedContext]:
+        """The memories that are asked: those given, or of the documents in batches; a single one if all are joined."""
+        memories, documents, batch_size = (inputs[name] for name in ("memories", "document_ids", "batch_size"))
+        if memories is None:
+            batches = batches_in_order([sum(map(len, row)) for row in documents], batch_size, _MOST_PADDING)
+            memories = (
+                self.compress_ids([documents[row] for row in batch], ratio, allow_untrained_ratio) for batch in batches
+            )
+        else:
+            if ratio is not None:
+                memories = [memory.at_ratio(ratio) for memory in memories]
+            # Once, and not again for each batch of questions.
+            memories = [memory.to(self.device, self.model.dtype) for memory in memories]
+        if join is True:
+            rows = [memory.rows(row) for memory in memories for row in range(memory.batch_size)]
+            memories = [self._memory_class.concatenate(rows) if len(rows) > 1 else rows[0]]
+        return memories
+
+    def _size(self, batch_size: int | None) -> int:
+        return (self._batch_size or BATCH_SIZE) if batch_size is None else batch_size
+
+    def _answers(
+        self,
+        sources: Sequence[Any],
+        questions: list[list[int]],
+        batch_size: int,
+        memory_of: Callable[[list[Any], dict[str, Tensor]], CompressedContext | None],
+        generate_kwargs: dict[str, Any],
+    ) -> list[list[tuple[Tensor, float]]]:
+        """Return each source's new tokens for every question, with their mean log-likelihood if logits are asked for."""
+        pairs = [(source, question) for source in sources for question in questions]
+        answers: list[tuple[Tensor, float]] = []
+        for start in range(0, len(pairs), batch_size):
+            batch = pairs[start : start + batch_size]
+            text = padded([question for _, question in batch], self.device)
+            memory = memory_of([source for source, _ in batch], text)
+            output = self.model.generate(**text, memory=memory, **generate_kwargs)
+            if isinstance(output, Tensor):
+                answers += [(ids, 0.0) for ids in output[:, text["input_ids"].shape[1] :]]
+            else:
+                answers += self._with_likelihoods(output)
+        return [answers[start : start + len(questions)] for start in range(0, len(answers), len(questions))]
+
+    def _with_likelihoods(self, output: Any) -> list[tuple[Tensor, float]]:
+        """Return the new tokens of each row of what `generate` gave with its logits, and their mean log-likelihood."""
+        beams = output.get("beam_indices")
+        scores = self.model.compute_transition_scores(output.sequences, output.logits, beams, normalize_logits=True)
+        new_tokens = output.sequences[:, -scores.shape[1] :]
+        is_pad = new_tokens == self._pad_token_id
+        means = scores.masked_fill(is_pad, 0).sum(dim=1) / (~is_pad).sum(dim=1).clamp(min=1)
+        return list(zip(new_tokens, means.tolist(), strict=True))
+
+    @property
+    def _pad_token_id(self) -> int | None:
+        pad = self.tokenizer.pad_token_id
+        return self.tokenizer.eos_token_id if pad is None else pad
+
+
+def _rows_of(memory: CompressedContext, rows: list[int], text: dict[str, Tensor]) -> CompressedContext:
+    return memory.rows(rows)
+
+
+def _check_documents(texts: Sequence[Any]) -> None:
+    check_texts("context", [p for text in texts for p in (text if isinstance(text, (list, tuple)) else [text])])
+
+
+def _as_list(name: str, value: Any) -> tuple[list[Any], bool]:
+    """One thing or several as a list, and whether it was one."""
+    if isinstance(value, (list, tuple)):
+        if not value:
+            raise ValueError(f"`{name}` is an empty list")
+        return list(value), False
+    return [value], True
+
+
+def check_generation(given: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if arguments of `generate`, or a `generation_config` among them, ask for several answers to a
+    question, or for more than its tokens."""
+    own = given.get("generation_config")
+    asked = {**({} if own is None else own.to_dict()), **given}
+    if (number := asked.get("num_return_sequences") or 1) != 1:
+        raise ValueError(f"`num_return_sequences` must be 1, got {number}: a question has one answer")
+    if asked.get("return_dict_in_generate"):
+        raise ValueError("`return_dict_in_generate` must be False: an answer is its text; call the model's `generate`")
+
+
+def with_defaults(given: Mapping[str, Any], max_new_tokens: int, pad_token_id: int | None) -> dict[str, Any]:
+    """Arguments of `generate`, with what they and a `generation_config` among them leave open: a greedy, short answer,
+    one to a question and its tokens alone, whatever the model's own `generation_config` says."""
+    given = dict(given)
+    own = copy.deepcopy(given.pop("generation_config", None))
+    defaults = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad_token_id}
+    defaults |= {"num_return_sequences": 1, "return_dict_in_generate": False}
+    if own is None:
+        if given.get("max_length") is not None:
+            del defaults["max_new_tokens"]
+        return defaults | given
+    given = own.update(**given)
+    if own.max_length is not None:
+        del defaults["max_new_tokens"]
+    own.update(**{name: value for name, value in defaults.items() if getattr(own, name) is None})
+    return {**given, "generation_config": own}
 
 
 # compressor/backbone.py

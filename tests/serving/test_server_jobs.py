@@ -134,7 +134,7 @@ def test_further_questions_about_a_memory_find_its_slots_read():
     tokenizer = byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="</s>")
     pipe = Case(methods["mean_pooling"]).build().question_answering(tokenizer)
     model, counted = ServedModel("m", pipe, ProcessMemories(2**30)), []
-    memories = [pipe.compress(text) for text in ("Nora keeps eleven bees.", "No.")]
+    memories = [pipe.model.compress(torch.arange(5, 5 + length)[None]) for length in (20, 3)]
     texts = [[1, 9, 40], [1, 9, 40, 7, 11]]
     pipe.model.model.language_model.register_forward_pre_hook(
         lambda _, args, kwargs: counted.append(tuple(kwargs["inputs_embeds"].shape[:2])), with_kwargs=True
