@@ -19,7 +19,7 @@ from transformers.utils import is_flash_attn_2_available
 from context_compressors import CompressedContext
 from context_compressors.corpus.memory_store import MemoryStore
 from context_compressors.modeling.compressor.headwise_reading import _BY_HEADS, attend_by_heads, pairs_by_head
-from context_compressors.modeling.memory.headwise_pairs import gather_pairs
+from context_compressors.modeling.memory.headwise_pairs import kept_pairs
 from context_compressors.modeling.parts.attention_masks import with_sight
 from context_compressors.modeling.parts.cache_name import CACHE
 
@@ -327,9 +327,8 @@ def test_heads_that_keep_equally_many_are_read_as_a_memory_without_head_ids():
     ids, text = ids_of(13), ids_of(5, seed=1)
     memory = uniform.compress(ids, ratio=3)
     keys = memory.key_values[0][0]
-    is_kept = torch.ones(1, len(memory.key_values) * keys.shape[1], keys.shape[2], dtype=torch.bool)
-    ratios = torch.full(is_kept.shape, 3, dtype=torch.uint8)
-    pairs = gather_pairs(memory.key_values, is_kept, ratios, [keys.shape[2]])
+    scores = torch.zeros(1, len(memory.key_values) * keys.shape[1], keys.shape[2])
+    pairs = kept_pairs(memory.key_values, scores, torch.ones(1, keys.shape[2]), [keys.shape[2]])
     same = replace(memory, **vars(pairs), model_id=shared.model_id, maker=None)
     expected = uniform(text, memory=memory).logits
     torch.testing.assert_close(shared(text, memory=same).logits, expected, atol=1e-6, rtol=1e-5)
