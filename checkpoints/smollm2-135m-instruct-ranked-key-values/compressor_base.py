@@ -1868,39 +1868,19 @@ class HeadwisePairs:
 
 
 def kept_pairs(key_values: KeyValues, scores: Tensor, mask: Tensor, counts: Sequence[int]) -> HeadwisePairs:
-    """The pairs of highest score, of all heads of all layers together."""
-    num_kept = torch.tensor(counts, device=scores.device) * scores.shape[1]
-    is_kept = highest(scores, mask, num_kept)
-    return gather_pairs(key_values, is_kept, coarsest_ratios(scores, mask), counts)
-
-
-def highest(scores: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
-    """The `num_kept` pairs of highest score in each row, of all heads together; of equal ones the first."""
-    return _ranks(scores, mask) < num_kept[:, None, None]
-
-
-def coarsest_ratios(scores: Tensor, mask: Tensor) -> Tensor:
-    """The coarsest ratio at which each pair is one of the ceil(n / r) * num_heads highest of its row."""
-    # In the slot that the rank k falls into, q = k // num_heads: ceil(n / r) > q, which is r <= (n - 1) / q.
-    slots = _ranks(scores, mask) // scores.shape[1]
-    ratios = (mask.long().sum(dim=1) - 1)[:, None, None] // slots.clamp(min=1)
-    return ratios.where(slots > 0, _MOST_RATIO).clamp(min=0, max=_MOST_RATIO).to(torch.uint8)
-
-
-def _ranks(scores: Tensor, mask: Tensor) -> Tensor:
-    """The place of each pair in the order of the scores of its row, from 0 on."""
-    together = scores.masked_fill(mask[:, None] == 0, -torch.inf).flatten(1)
-    order = together.argsort(dim=1, descending=True, stable=True)
+    """The pairs of highest score, of all heads of all layers together; of equal ones the first."""
+    num_heads, num_places = scores.shape[1:]
+    order = scores.masked_fill(mask[:, None] == 0, -torch.inf).flatten(1).argsort(dim=1, descending=True, stable=True)
     places = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, places).view_as(scores)
-
-
-def gather_pairs(key_values: KeyValues, is_kept: Tensor, ratios: Tensor, counts: Sequence[int]) -> HeadwisePairs:
-    """The pairs that stay, in the shape of a memory."""
-    slots = torch.arange(max(counts), device=is_kept.device)
-    is_real = slots < torch.tensor(counts, device=is_kept.device)[:, None]
-    chosen = _chosen(is_kept, torch.zeros_like(is_kept[:, 0], dtype=torch.long), is_real)
-    head_ids = _shaped(chosen // is_kept.shape[2], is_real).to(torch.int16)
+    # In which slot each pair would be if slots were filled in the order of the scores.
+    slots = torch.empty_like(order).scatter_(1, order, places).view_as(scores) // num_heads
+    # Of ceil(n / r) slots it is in one where r <= (n - 1) / slot.
+    ratios = (mask.long().sum(dim=1) - 1)[:, None, None] // slots.clamp(min=1)
+    ratios = ratios.where(slots > 0, _MOST_RATIO).clamp(min=0, max=_MOST_RATIO).to(torch.uint8)
+    num_slots = torch.tensor(counts, device=scores.device)[:, None]
+    is_real = torch.arange(max(counts), device=scores.device) < num_slots
+    chosen = _chosen(slots < num_slots[:, :, None], torch.zeros_like(mask, dtype=torch.long), is_real)
+    head_ids = _shaped(chosen // num_places, is_real).to(torch.int16)
     return HeadwisePairs(_taken(key_values, chosen, is_real), head_ids, _shaped(_at(ratios, chosen), is_real))
 
 
