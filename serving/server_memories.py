@@ -118,7 +118,8 @@ class StoredMemories:
         """The text that a memory was made of; `None` where the store has none."""
         with self._lock:
             self.store.refresh()
-            return self.store.known_texts([memory_id]).get(memory_id)
+            (found,) = self.store.contains([memory_id])
+            return self.store.texts([memory_id])[memory_id] if found else None
 
     def delete(self, memory_id: str) -> bool:
         """Whether there was such a memory, which is gone now."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published checkpoints of other code bases, as checkpoints of this package's methods.
 
-A format says how a checkpoint is told, which fields its configuration becomes, and what its tensors are called here.
-Every tensor must be known, and none may be missing.
+A format names a tensor that marks it, the fields that its configuration becomes, and what its tensors are called here.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Format:
 
     Args:
         method: name of the method here.
-        told_by: whether a checkpoint's configuration, with its tensors, is of this form.
+        marker: start of a tensor's name that no other format has.
         fields: the method's fields, of configuration and tensors.
         names: patterns of tensors, and their names here; `None` for those that this package does not need.
         prepare: splits and reshapes tensors first.
@@ -49,7 +48,7 @@ class Format:
     """
 
     method: str
-    told_by: Callable[[Mapping[str, Any], Tensors], bool]
+    marker: str
     fields: Callable[[Mapping[str, Any], Tensors], dict[str, Any]]
     names: Sequence[tuple[str, str | None]]
     prepare: Callable[[Tensors], Tensors] = lambda tensors: tensors
@@ -73,13 +72,18 @@ def _lora(tensors: Tensors, alpha: float) -> dict[str, Any]:
     return {"rank": rank, "alpha": alpha, "dropout": 0.05, "target_modules": targets}
 
 
+def _check(config: Mapping[str, Any], **required: Any) -> None:
+    """Refuse a variant of the authors' code that has no counterpart here."""
+    for name, value in required.items():
+        if config.get(name, value) != value:
+            raise ValueError(f"{name} of the checkpoint must be {value!r}, got {config[name]!r}")
+
+
 # --- ComprExIT, github.com/Jiangnan0522/ComprExIT ---
 
 
 def _comprexit_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
-    for name, value in (("pooling_method", "ot-dy-src"), ("top_k_layers", -1), ("lora_compressor", False)):
-        if config.get(name, value) != value:
-            raise ValueError(f"{name} of the checkpoint must be {value!r}, got {config[name]!r}")
+    _check(config, pooling_method="ot-dy-src", top_k_layers=-1, lora_compressor=False)
     return {
         "compression_ratios": (config.get("compression_ratio", 4),),
         "chunk_size": config["map_reduce_seg_len"] if config.get("trained_with_map_reduce") else None,
@@ -132,20 +136,19 @@ def _icae_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
 
 
 def _icae_tokens(tensors: Tensors) -> Tensors:
-    """The table has memory tokens, and behind them [AE], [LM] and [FT]; questions are behind the last one."""
+    """The table has memory tokens, then [AE], [LM] and [FT], which a fine-tuned checkpoint puts before questions."""
     table = tensors.pop("memory_token_embed.weight")
     return {**tensors, "memory_embeddings": table[:-3], "task_embeddings": table[[-3, -1]]}
 
 
 # --- 500xCompressor, github.com/ZongqianLi/500xCompressor ---
 
-_500X_CHUNK = 500
-
 
 def _500x_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
+    # Of its code: 500 tokens at once, alpha 32.
     return {
-        "compression_ratios": (_ratio(_500X_CHUNK, tensors["memory_embeddings"].shape[0]),),
-        "chunk_size": _500X_CHUNK,
+        "compression_ratios": (_ratio(500, tensors["memory_embeddings"].shape[0]),),
+        "chunk_size": 500,
         "memory_tokens": "fixed",
         "reconstruction_trigger": "bos",
         "task_token_ids": {},
@@ -181,9 +184,7 @@ def _autocompressor_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[
 
 
 def _lclm_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
-    for name, value in (("pooling", "mean"), ("adapter_type", "mlp"), ("boundary_overlap", 0)):
-        if config[name] != value:
-            raise ValueError(f"{name} of the checkpoint must be {value!r}, got {config[name]!r}")
+    _check(config, pooling="mean", adapter_type="mlp", boundary_overlap=0)
     return {
         "compression_ratios": (config["compression_ratio"],),
         "chunk_size": config["encoder_window_size"],
@@ -199,7 +200,7 @@ def _lclm_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
 FORMATS: dict[str, Format] = {
     "comprexit": Format(
         method="comprexit",
-        told_by=lambda config, tensors: config.get("architectures") == ["HierarchicalCompressor"],
+        marker="pooling_layer.query_fusion_weights",
         fields=_comprexit_fields,
         names=_COMPREXIT_NAMES,
         # The frozen base is stored under one of two names.
@@ -209,7 +210,7 @@ FORMATS: dict[str, Format] = {
     ),
     "comprexit_icae": Format(
         method="icae",
-        told_by=lambda config, tensors: config.get("architectures") == ["ICAE"],
+        marker="ae_embedding",
         fields=_comprexit_icae_fields,
         names=[
             (r"memory_embeddings", "model.memory_embeddings"),
@@ -223,7 +224,7 @@ FORMATS: dict[str, Format] = {
     ),
     "icae": Format(
         method="icae",
-        told_by=lambda config, tensors: "memory_token_embed.weight" in tensors,
+        marker="memory_token_embed.weight",
         fields=_icae_fields,
         names=[
             (r"(memory|task)_embeddings", r"model.\1_embeddings"),
@@ -233,7 +234,7 @@ FORMATS: dict[str, Format] = {
     ),
     "500xcompressor": Format(
         method="five_hundred_x",
-        told_by=lambda config, tensors: any(name.startswith("llama.base_model.model.") for name in tensors),
+        marker="llama.base_model.model.",
         fields=_500x_fields,
         names=[
             (r"memory_embeddings", "model.memory_embeddings"),
@@ -243,7 +244,7 @@ FORMATS: dict[str, Format] = {
     ),
     "autocompressor": Format(
         method="autocompressor",
-        told_by=lambda config, tensors: "summary_length" in config and config.get("model_type") == "llama",
+        marker="embed_summary.weight",
         fields=_autocompressor_fields,
         names=[(r"embed_summary\.weight", "model.memory_embeddings")],
         base=("", ""),
@@ -251,7 +252,7 @@ FORMATS: dict[str, Format] = {
     ),
     "lclm": Format(
         method="mean_pooling",
-        told_by=lambda config, tensors: "encoder_window_size" in config,
+        marker="fc1.weight",
         fields=_lclm_fields,
         names=[
             (r"norm\.weight", "model.slot_mlp.0.weight"),
@@ -286,7 +287,8 @@ def convert(name: str, output: str | Path, base: str | None = None) -> str:
         raise ValueError(f"{output} is not empty")
     place = Path(name) if Path(name).exists() else Path(snapshot_download(name))
     config, tensors = _read(place)
-    found = next((key for key, form in FORMATS.items() if form.told_by(config, tensors)), None)
+    names = "\n".join(["", *tensors])
+    found = next((key for key, form in FORMATS.items() if f"\n{form.marker}" in names), None)
     if found is None:
         raise ValueError(f"{name} is in none of the known formats, {', '.join(FORMATS)}")
     form = FORMATS[found]

@@ -83,6 +83,7 @@ def test_a_long_text_takes_no_more_room_beside_short_ones(small_checkpoints, tmp
         assert beside <= alone
         kept = memories.get([ids[1], "unknown", ids[-1]])
         assert list(kept) == [ids[1], ids[-1]]
+        assert [memories.text(name) for name in (ids[-1], "unknown")] == [long, None]
         assert kept[ids[1]].embeddings.shape == expected.embeddings.shape
         assert store.version - version == (memories.nbytes == 0), "all of a turn is one version"
     assert list(store.texts(ids).values()) == [*short, long]
