@@ -27,17 +27,6 @@ def packaged_prompts() -> dict[str, Path]:
     return {DEFAULT_PROMPTS: folder / "prompts.yaml", **others}
 
 
-def _prompts_file(path: str | None) -> Path:
-    """The file of a name or path; a name without folder and ending is a packaged one."""
-    packaged = packaged_prompts()
-    file = packaged.get(path or DEFAULT_PROMPTS, Path(path or ""))
-    if not file.is_file():
-        raise ValueError(
-            f"there are no prompts {path!r}: give a YAML file or a packaged name{nearest(path or '', packaged)}"
-        )
-    return file
-
-
 @cache
 def load_prompts(path: str | None = None) -> Mapping[str, tuple[str, ...]]:
     """Read the templates of every task: task -> templates, the canonical one first.
@@ -48,13 +37,15 @@ def load_prompts(path: str | None = None) -> Mapping[str, tuple[str, ...]]:
             base, "comprexit" for ComprExIT and its baselines, "gmsa" for GMSA and its baseline, "chat" for instruct
             models in their chat template.
     """
-    file = _prompts_file(path)
-    content = read_yaml(file)
-    if isinstance(content, dict):
-        content = {as_spelled_now(task): templates for task, templates in content.items()}
-    if not isinstance(content, dict) or set(content) != set(TASKS):
-        found = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"{file} must hold one list of templates for each of {TASKS}, got {found}")
+    packaged = packaged_prompts()
+    file = packaged.get(path or DEFAULT_PROMPTS, Path(path or ""))
+    if not file.is_file():
+        raise ValueError(
+            f"there are no prompts {path!r}: give a YAML file or a packaged name{nearest(path or '', packaged)}"
+        )
+    content = {as_spelled_now(task): templates for task, templates in dict(read_yaml(file)).items()}
+    if set(content) != set(TASKS):
+        raise ValueError(f"{file} must hold one list of templates for each of {TASKS}, got {sorted(content)}")
     for task, templates in content.items():
         if not isinstance(templates, list) or not templates or not all(isinstance(t, str) for t in templates):
             raise ValueError(f"{file}: {task} must be a list of one or more strings, got {templates!r}")

@@ -14,7 +14,7 @@ def parse_yaml(text: str, what: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         place = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}" if mark else error
         raise ValueError(f"{what} is not valid YAML: {place}") from error
     except RecursionError as error:

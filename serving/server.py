@@ -10,7 +10,6 @@ import json
 import socket
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +29,11 @@ except ImportError as error:
     raise ImportError("a server needs FastAPI and uvicorn: pip install -e '.[serve]' in the clone") from error
 
 from ..corpus.memory_store import MemoryStore
-from ..modeling.compressor.context_compression_qa import MAX_NEW_TOKENS, ContextCompressionQAPipeline
+from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
 from ..modeling.memory.compressed_context import CompressedContext
 from .passages import passage_of
 from .server_engine import Engine, Job, ServerError, in_time, stopping
-from .server_jobs import Answer, AnswerJob, CompressionJob, OriginsJob, Sampling, ServedModel
+from .server_jobs import Answer, AnswerJob, CompressionJob, OriginsJob, ServedModel
 from .server_memories import ProcessMemories, StoredMemories
 from .server_requests import EXPAND_TOOL, ChatRequest, ExpandRequest, MemoriesRequest, MemoryPart, OriginsRequest
 
@@ -196,13 +195,6 @@ class _Server:
                 raise ServerError(404, message, "memory_not_found", "memory_id")
         return memories
 
-    def memories_at_ratios(
-        self, keys: Sequence[tuple[str, int | None]]
-    ) -> dict[tuple[str, int | None], CompressedContext]:
-        """Memories by their ids and the ratios that they are wanted at."""
-        memories = self.find_memories(list(dict.fromkeys(name for name, _ in keys)))
-        return {key: memories[key[0]] if key[1] is None else memories[key[0]].at_ratio(key[1]) for key in keys}
-
     def check_length(self, what: str, num_tokens: int, limit: int | None, param: str) -> None:
         """Refuse more tokens than the server, or a model, allows."""
         most = min(self.settings.max_tokens, limit or self.settings.max_tokens)
@@ -230,19 +222,7 @@ class _Server:
         memories = await self.memories(request.memories)
         messages = [{"role": message.role, "content": message.text} for message in request.messages]
         text_ids = await run_in_threadpool(model.text_ids, messages, bool(memories), request.documents)
-        # Below, scores overflow, and the likeliest token is drawn anyhow.
-        drawn = (request.temperature, request.top_p, request.seed) if request.temperature >= 0.01 else ()
-        job = AnswerJob(
-            model,
-            text_ids,
-            memories,
-            max_tokens=request.max_completion_tokens or request.max_tokens or MAX_NEW_TOKENS,
-            sampling=Sampling(*drawn),
-            stops=request.stop,
-            is_streamed=request.stream,
-            seconds=self.settings.timeout,
-            on_first_token=self.first_token.observe,
-        )
+        job = AnswerJob(model, text_ids, memories, request, self.settings.timeout, self.first_token.observe)
         what = f"{job.num_slots} slots, {len(text_ids)} tokens of text and {job.max_tokens} of the answer"
         num_tokens = job.num_slots + len(text_ids) + job.max_tokens
         self.check_length(what, num_tokens, model.max_positions, "messages")
@@ -253,16 +233,16 @@ class _Server:
         limit = self.model.max_positions
         # Each has a slot at least.
         self.check_length("the memories", len(parts), limit, "messages")
-        keys = [(part.memory_id, part.ratio) for part in parts]
-        counts = Counter(keys)
-        distinct, num_slots = list(counts), 0
-        found: dict[tuple[str, int | None], CompressedContext] = {}
-        for start in range(0, len(distinct), _MEMORIES_AT_ONCE):
-            chosen = distinct[start : start + _MEMORIES_AT_ONCE]
-            found |= await run_in_threadpool(self.memories_at_ratios, chosen)
-            num_slots += sum(counts[key] * int(found[key].num_slots) for key in chosen)
-            self.check_length("the memories", num_slots, limit, "messages")
-        return [found[key] for key in keys]
+        ids = list(dict.fromkeys(part.memory_id for part in parts))
+        rows: dict[int, CompressedContext] = {}
+        for start in range(0, len(ids), _MEMORIES_AT_ONCE):
+            found = await run_in_threadpool(self.find_memories, ids[start : start + _MEMORIES_AT_ONCE])
+            for place, part in enumerate(parts):
+                if part.memory_id in found:
+                    memory = found[part.memory_id]
+                    rows[place] = memory if part.ratio is None else memory.at_ratio(part.ratio)
+            self.check_length("the memories", sum(int(row.num_slots) for row in rows.values()), limit, "messages")
+        return [rows[place] for place in range(len(parts))]
 
     async def start(self, making: Coroutine[Any, Any, Any], request: fastapi.Request) -> tuple[Any, Any]:
         """A job, and the first part of what it makes, after its turn has come; cancelled if nobody waits for it."""
@@ -467,7 +447,7 @@ class _Gate:
             else:
                 await _refusal(stopping())(scope, receive, counted_send)
         finally:
-            path = getattr(scope.get("route"), "path", "other")
+            path = scope["route"].path if "route" in scope else "other"
             self.server.requests.labels(path, status).inc()
             self.server.seconds.labels(path).observe(time.monotonic() - arrived)
 

@@ -9,19 +9,22 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from ..evaluation.slot_origins import slot_origins
-from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline, padded
+from ..modeling.compressor.context_compression_qa import MAX_NEW_TOKENS, ContextCompressionQAPipeline, padded
 from ..modeling.memory.compressed_context import CompressedContext
 from ..modeling.memory.key_value_memory import position_bytes
 from ..modeling.parts.text_ids import text_tokenizer
 from .server_engine import Job
 from .server_memories import ProcessMemories, StoredMemories
+
+if TYPE_CHECKING:
+    from .server_requests import ChatRequest
 
 # Tokens of a slot that the page shows.
 _TOKENS_OF_A_SLOT = 48
@@ -36,7 +39,7 @@ class ServedModel:
         self.model_id: str = pipe.model.model_id
         self.created = int(time.time())
         config, ends = pipe.model.config, pipe.model.generation_config.eos_token_id
-        self.max_positions: int | None = getattr(config.decoder_config, "max_position_embeddings", None)
+        self.max_positions: int | None = config.decoder_config.to_dict().get("max_position_embeddings")
         self.end_ids = set(ends if isinstance(ends, (list, tuple)) else [ends])
         pad = pipe.tokenizer.pad_token_id
         self.pad_token_id = pipe.tokenizer.eos_token_id if pad is None else pad
@@ -102,7 +105,7 @@ class CompressionJob(Job):
         seconds: float,
         batch_size: int,
     ):
-        super().__init__(("compression", model.name, ratio), seconds)
+        super().__init__(("compression", ratio), seconds)
         self.model, self.texts, self.num_tokens = model, texts, num_tokens
         self.ratio, self.batch_size = ratio, batch_size
 
@@ -167,28 +170,6 @@ def _alone(memory: CompressedContext) -> CompressedContext:
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen; what is answered together has it in common.
-
-    Args:
-        temperature: 0 takes the likeliest token, whatever the others are.
-        top_p: share of the probability that tokens are drawn from.
-        seed: of an answer that can be drawn again.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """For `generate`."""
-        # As OpenAI has it; the library's own default draws from the 50 likeliest.
-        drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": 0} if self.temperature else {}
-        return {"num_beams": 1, "do_sample": bool(drawn), **drawn}
-
-
-@dataclass(frozen=True)
 class Answer:
     """The end of an answer: all of its text, why it ended ("stop" or "length"), and its tokens."""
 
@@ -205,25 +186,29 @@ class AnswerJob(Job):
         model: ServedModel,
         text_ids: list[int],
         memories: list[CompressedContext],
-        max_tokens: int,
-        sampling: Sampling,
-        stops: Sequence[str],
-        is_streamed: bool,
+        request: ChatRequest,
         seconds: float,
         on_first_token: Callable[[float], None],
     ):
+        # Below this temperature scores overflow, and the likeliest token is drawn anyhow. No `top_k` as OpenAI has it;
+        # the library's own default draws from the 50 likeliest.
+        is_drawn = request.temperature >= 0.01
+        drawn = {"temperature": request.temperature, "top_p": request.top_p, "top_k": 0} if is_drawn else {}
+        self.sampling = {"num_beams": 1, "do_sample": is_drawn, **drawn}
+        self.seed = request.seed if is_drawn else None
         # What else is in a batch changes what is drawn: with a seed, nothing is.
-        alone = id(self) if sampling.seed is not None else None
-        super().__init__(("answer", model.name, bool(memories), sampling, alone), seconds)
-        self.model, self.text_ids, self.memories, self.max_tokens = model, text_ids, memories, max_tokens
-        self.sampling, self.stops, self.is_streamed, self.on_first_token = sampling, stops, is_streamed, on_first_token
+        alone = id(self) if self.seed is not None else None
+        super().__init__(("answer", bool(memories), *self.sampling.values(), alone), seconds)
+        self.model, self.text_ids, self.memories, self.on_first_token = model, text_ids, memories, on_first_token
+        self.max_tokens = request.max_completion_tokens or request.max_tokens or MAX_NEW_TOKENS
+        self.stops, self.is_streamed = request.stop, request.stream
         self.num_slots = sum(int(memory.num_slots) for memory in memories)
         self._tokens: list[int] = []
         self._sent = ""
 
     @classmethod
     def run(cls, jobs: list[Any]) -> None:
-        model, sampling, pipe = jobs[0].model, jobs[0].sampling, jobs[0].model.pipe
+        model, seed, pipe = jobs[0].model, jobs[0].seed, jobs[0].model.pipe
         joined = [job.memories[0].concatenate(job.memories) for job in jobs if job.memories]
         rows = [memory.to(pipe.device, pipe.model.dtype) for memory in joined]
         texts = [job.text_ids for job in jobs]
@@ -233,16 +218,16 @@ class AnswerJob(Job):
             rows, texts = [row for row, _ in found], [text for _, (text,) in found]
         for job in jobs:
             job._tokens = []
-        with torch.random.fork_rng(enabled=sampling.seed is not None):
-            if sampling.seed is not None:
-                torch.manual_seed(sampling.seed)
+        with torch.random.fork_rng(enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
             pipe.model.generate(
                 **padded(texts, pipe.device),
                 memory=rows[0].stack(rows) if rows else None,
                 max_new_tokens=max(job.max_tokens for job in jobs),
                 stopping_criteria=StoppingCriteriaList([_HandingOver(jobs)]),
                 pad_token_id=model.pad_token_id,
-                **sampling.arguments,
+                **jobs[0].sampling,
             )
         for job in jobs:
             if not job.is_done and not job.is_over:

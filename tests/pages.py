@@ -386,7 +386,7 @@ def with_scores(text: str) -> str:
 def method_row(method: str, classes: Sequence[str]) -> str:
     """Return the row of README's table for a method of the register that has none."""
     heads = ", ".join(f"`{name}`" for name in classes[2:])
-    return f"| {method.replace('_', ' ')} | `{method}` | | {heads} |"
+    return f"| [{method.replace('_', ' ')}](docs/methods/{method}.md) | `{method}` | | {heads} |"
 
 
 def with_method_rows(text: str) -> str:

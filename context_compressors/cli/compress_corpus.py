@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .command import (
-    LOADING,
+    DEVICE,
+    DTYPE,
     MAX_TOKENS,
     argument,
     command,
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 # Fields of a job, of its columns and of `CorpusCompressor`, and where failed rows are listed.
 _OF_JOB = ("batch_size", "commit_seconds", "commit_bytes")
-_OF_COMPRESSOR = ("batch_tokens", "keep_texts", "memory_dtype", "revision", "allow_untrained_ratio")
+_LOADING = ("revision", "base_model", "trust_remote_code")
+_OF_COMPRESSOR = ("batch_tokens", "keep_texts", "memory_dtype", "allow_untrained_ratio", *_LOADING)
 _CONFIG = (*_OF_JOB, *_OF_COMPRESSOR, "metadata", "failures")
 
 _EXAMPLES = """
@@ -74,7 +76,8 @@ context-compressors compress-corpus rajpurkar/squad:validation --column context 
     config_argument(
         f"rare settings: {', '.join(_CONFIG)} (failed rows; default: STORE.failed.jsonl)", "{memory_dtype: int4}"
     ),
-    *LOADING,
+    DEVICE,
+    DTYPE,
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:
@@ -88,7 +91,7 @@ def main(arguments: argparse.Namespace) -> None:
     import_lance()
     if not fields.get("allow_untrained_ratio"):
         check_ratios(arguments.model, [arguments.ratio])
-    options = {name: vars(arguments)[name] for name in ("max_tokens", "dtype", "base_model", "trust_remote_code")}
+    options = {name: vars(arguments)[name] for name in ("max_tokens", "dtype")}
     job = CorpusJob(
         tuple(arguments.inputs),
         arguments.store,

@@ -107,7 +107,7 @@ def _load(name: str, arguments: argparse.Namespace, base_model: str | None) -> P
     )
 
 
-def _datasets(arguments: argparse.Namespace, tokenizer: Any) -> list[EvaluationDataset]:
+def _datasets(arguments: argparse.Namespace, settings: EvaluationSettings, tokenizer: Any) -> list[EvaluationDataset]:
     from ..evaluation.data_sets import load_datasets, sources_of_task
 
     datasets = []
@@ -115,7 +115,7 @@ def _datasets(arguments: argparse.Namespace, tokenizer: Any) -> list[EvaluationD
     for domain, sources in (("in", arguments.data), ("out", arguments.out_of_domain)):
         for task in of_texts if sources or domain == "in" else ():
             sources = sources_of_task(sources, task, arguments.lengths or _LENGTHS[task])
-        read = {"domain": domain, "data_dir": arguments.data_dir, "seed": arguments.seed}
+        read = {"domain": domain, "data_dir": arguments.data_dir, "seed": settings.seed}
         datasets += load_datasets(sources, tokenizer, **read)
     return datasets
 
@@ -171,7 +171,7 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
     plots, *others = arguments.plots or [None]
     others = [EvaluationReport.load(path) for path in others]
     tokenizer = tokenizer_from_place(arguments.model, trust_remote_code=arguments.trust_remote_code)
-    datasets = _datasets(arguments, tokenizer)
+    datasets = _datasets(arguments, settings, tokenizer)
     model = _load(arguments.model, arguments, arguments.base_model)
     compresses, num_parameters = can_compress(model), model.num_parameters()
     if plots and (settings.bounds_only or not compresses):
@@ -318,7 +318,6 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
         metavar="FOLDER",
         help="write pictures of the report; reports behind the folder are for the picture by model size",
     ),
-    argument("--seed", type=int, default=0, help="draws samples, windows, documents and resamples (default: 0)"),
     *LOADING,
     examples=_EXAMPLES,
 )

@@ -18,7 +18,7 @@ context-compressors fit Qwen/Qwen3-0.6B --data Salesforce/wikitext:wikitext-2-ra
     --output my-compressor
 """
 _RECIPE = "ranked_key_values/fit.yaml"
-_CHUNK_SIZE = 2048
+_CHUNK_SIZE, _CONTEXT_TOKENS = 2048, 1024
 
 
 @command(
@@ -42,9 +42,6 @@ _CHUNK_SIZE = 2048
         "--contexts", type=positive_int, default=100, metavar="N", help="that it is fitted to (default: %(default)s)"
     ),
     argument(
-        "--max-context-tokens", type=positive_int, default=1024, metavar="N", help="of each (default: %(default)s)"
-    ),
-    argument(
         "--ratios",
         type=positive_int,
         nargs="+",
@@ -52,7 +49,6 @@ _CHUNK_SIZE = 2048
         metavar="R",
         help="what it offers, the default first (default: 4 8 2 16)",
     ),
-    argument("--dtype", default="bfloat16", help="of the weights (default: %(default)s)"),
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:
@@ -77,8 +73,9 @@ def main(arguments: argparse.Namespace) -> None:
         for entry in arguments.data
     ]
     tokenizer = load_tokenizer(ModelArguments(base=arguments.base))
-    config = AutoConfig.from_pretrained(base_place(arguments.base)).get_text_config().to_dict()
-    chunk_size = min(_CHUNK_SIZE, config.get("max_position_embeddings", 2 * _CHUNK_SIZE) // 2)
+    config = AutoConfig.from_pretrained(base_place(arguments.base)).get_text_config()
+    chunk_size = min(_CHUNK_SIZE, config.to_dict().get("max_position_embeddings", 2 * _CHUNK_SIZE) // 2)
+    limit, dtype = min(_CONTEXT_TOKENS, chunk_size), str(config.dtype or "bfloat16").removeprefix("torch.")
     method = {"compression_ratios": arguments.ratios, "chunk_size": chunk_size, "encoder_lora": None}
     fields = {
         "base": arguments.base,
@@ -86,11 +83,11 @@ def main(arguments: argparse.Namespace) -> None:
         "sources": json.dumps([{"tasks": ["reconstruction"], **source} for source in sources]),
         "method_config": json.dumps(method),
         "fit_scorers": arguments.contexts,
-        "min_context_tokens": min(64, arguments.max_context_tokens),
-        "max_context_tokens": arguments.max_context_tokens,
-        "max_target_tokens": arguments.max_context_tokens + 1,
-        "dtype": arguments.dtype,
-        "save_dtype": arguments.dtype,
+        "min_context_tokens": min(64, limit),
+        "max_context_tokens": limit,
+        "max_target_tokens": limit + 1,
+        "dtype": dtype,
+        "save_dtype": dtype,
         "overwrite": arguments.overwrite,
     }
     if tokenizer.chat_template is None:

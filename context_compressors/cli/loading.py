@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 def load_pipeline(arguments: argparse.Namespace, ratios: Sequence[int | None] = ()) -> ContextCompressionQAPipeline:
     """Load the compressor that a command's arguments name, after a look at the ratios that it is asked for."""
     check_ratios(arguments.model, ratios)
-    options = {name: getattr(arguments, name) for name in ("trust_remote_code", "device", "dtype", "base_model")}
+    options = {name: vars(arguments)[name] for name in ("trust_remote_code", "device", "dtype", "base_model")}
     model, tokenizer = load_compressor(arguments.model, **options)
     return model.question_answering(tokenizer)
 
@@ -133,31 +132,28 @@ def load_retriever(name: str, dtype: str = "auto", device: str = "auto") -> PreT
     from transformers import AutoModelForTextEncoding
 
     from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
+    from ..configuration.configuration_compressor import CompressorConfig
     from ..modeling.checkpoint.pretrained_bases import naming_broken
 
     with naming_broken(f"the model {name}: config.json or model.safetensors"):
         model = AutoModelForTextEncoding.from_pretrained(name, dtype=dtype)
-    if not hasattr(model, "score"):
+    if not isinstance(model.config, CompressorConfig):
         raise ValueError(f"{name} must be a checkpoint that ranks texts by vectors, got a {type(model).__name__}")
     return model.to(default_device() if device == "auto" else device).eval()
 
 
-def _load_adapter(folder: str | os.PathLike[str], base_model: str | None, dtype: str) -> PreTrainedModel:
-    try:
-        from peft import PeftConfig, PeftModel
-    except ImportError as error:
-        raise ImportError(f"{folder} is an adapter: install `peft` (pip install peft) to load it") from error
+def _load_adapter(folder: str, base_model: str | None, dtype: str) -> PreTrainedModel:
+    from peft import PeftConfig, PeftModel
+
     from ..modeling.checkpoint.pretrained_bases import naming_broken
 
-    adapter = f"the adapter {folder}: adapter_config.json or adapter_model.safetensors"
-    with naming_broken(adapter):
+    with naming_broken(f"the adapter {folder}: adapter_config.json or adapter_model.safetensors"):
         base_model = base_model or PeftConfig.from_pretrained(folder).base_model_name_or_path
-    if not base_model:
-        raise ValueError(f"the adapter in {folder} does not name its base: give it (--base-model)")
-    base = load_model(base_model, dtype=dtype, device="cpu")
-    with naming_broken(adapter):
+        if not base_model:
+            raise ValueError(f"the adapter in {folder} does not name its base: give it (--base-model)")
+        base = load_model(base_model, dtype=dtype, device="cpu")
         model = PeftModel.from_pretrained(base, folder).merge_and_unload()
-    model.name_or_path = os.fspath(folder)
+    model.name_or_path = folder
     return model
 
 

@@ -279,12 +279,6 @@ def test_a_checkpoint_that_compresses_questions_is_asked_about_documents(
     for path, text in zip(documents, TEXTS.values(), strict=True):
         expected = [answer["answer"] for answer in pipe(questions, context=text)]
         assert "\n".join(ask(capsys, folder, path, *options)) == "\n".join(expected)
-    cut = pipe("Who?", context=TEXTS["first"], max_tokens=6)["answer"]
-    arguments = [folder, documents[0], "--question", "Who?", "--max-tokens", "6", "--max-new-tokens", "8"]
-    assert cli.main(["ask", *arguments]) == 0
-    output = capsys.readouterr()
-    assert output.out.removesuffix("\n") == cut
-    assert "cut 1 of 1 documents to their first 6 tokens" in output.err
     memory = tmp_path / "memory.safetensors"
     model.compress(torch.tensor([[5, 6, 7]])).save(memory)
     for arguments, message in (

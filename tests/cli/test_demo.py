@@ -99,16 +99,6 @@ def _reading(name: str, answers: list[str], right: list[bool]) -> demo.Reading:
     return demo.Reading(name, 10, 2048, 0.25, answers, right)
 
 
-def test_a_page_shows_answers_below_each_other():
-    page = demo.Page("mill", "A mill", "text", ("Who owns it?",), (("Olaf",),))
-    readings = [_reading("full text", ["Olaf"], [True]), _reading("2x", ["Nora\nand"], [False])]
-    assert demo.page_lines(page, readings).splitlines() == [
-        "Who owns it?  (right: Olaf)",
-        "  full text  + Olaf",
-        "  2x         - Nora and",
-    ]
-
-
 def test_the_summary_counts_right_answers_of_all_pages_for_each_way_of_reading():
     pages = [
         [_reading("full text", ["a", "b"], [True, True]), _reading("2x", ["a", "c"], [True, False])],

@@ -25,8 +25,8 @@ def test_command_writes_report_table_and_plots(folders, qa_file, tmp_path, capsy
     argv = [str(folders / "tiny-compressor"), "--data", generated, "--out-of-domain", "qa_rows.parquet"]
     argv += ["--data-dir", str(tmp_path), "--tasks", QA, CONTINUATION, "--ratios", "2", "4", "--max-samples", "2"]
     argv += ["--max-new-tokens", "3", "--batch-size", "2", "--device", "cpu"]
-    argv += ["--config", "{context_tokens: 8, continuation_tokens: 4, memory_dtype: int8}"]
-    argv += ["--teacher", str(folders / "teacher"), "--output", str(output), "--plots", str(plots), "--seed", "5"]
+    argv += ["--config", "{context_tokens: 8, continuation_tokens: 4, memory_dtype: int8, seed: 5}"]
+    argv += ["--teacher", str(folders / "teacher"), "--output", str(output), "--plots", str(plots)]
     assert main(argv) == 0
     content = json.loads(output.read_text())
     assert content["model"] == "tiny-compressor"
@@ -131,7 +131,7 @@ def test_command_keeps_answers_and_goes_on_with_its_report(folders, qa_file, tmp
     assert f"{output} is done: nothing was left to score" in capsys.readouterr().out
     assert output.read_text() == before
 
-    assert main([*argv, "--data", "a=qa_rows.parquet#2", "--seed", "9"]) == 1
+    assert main([*argv, "--data", "a=qa_rows.parquet#2", "--config", "{seed: 9}"]) == 1
     assert "error: the report to resume from is of another evaluation; it differs in seed" in capsys.readouterr().err
     answers.write_text("")
     assert main(more) == 1

@@ -71,12 +71,6 @@ def test_text_names_base_data_training_scores_limits_and_paper():
     assert "$" not in text
 
 
-def test_a_card_without_scores_says_so():
-    text = card(scores=[])
-    assert "Not measured." in text
-    assert ModelCard(text).data.eval_results is None
-
-
 def test_what_memories_hold_stands_behind_the_scores_that_say_so():
     bounds = {"no_context": 7.0, "full_context": 50.0}
     scores = [

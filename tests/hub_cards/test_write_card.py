@@ -126,21 +126,6 @@ def test_a_compressors_card_holds_every_score_beside_its_bounds(root: Path, repo
 
 
 @pytest.mark.slow
-def test_a_compressors_card_shows_quality_by_ratio(root: Path):
-    text = card(root / "compressor", [root / "compressor.json"], LIMITS)
-    shown = dict(re.findall(r"^!\[(.+)\]\((\w+\.png)\)$", text.partition("## Training")[0], re.MULTILINE))
-    assert shown == {
-        f"{name} by compression ratio": f"{name.lower().replace(' ', '_')}_by_ratio.png"
-        for name in ("Question answering", "Reconstruction", "Continuation")
-    }
-    pictures = {name: (root / "compressor" / name).read_bytes() for name in shown.values()}
-    assert all(content.startswith(b"\x89PNG") for content in pictures.values())
-    # A repository that is built again must have the same bytes.
-    write_card(root / "compressor", [root / "compressor.json"], LIMITS)
-    assert pictures == {name: (root / "compressor" / name).read_bytes() for name in shown.values()}
-
-
-@pytest.mark.slow
 def test_a_compressors_card_holds_its_training(root: Path):
     text = card(root / "compressor", [root / "compressor.json"], LIMITS)
     summary = json.loads((root / "compressor" / "training_summary.json").read_text())

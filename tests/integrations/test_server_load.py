@@ -84,7 +84,7 @@ def test_a_request_that_fails_in_a_batch_fails_alone(serve, pipe, gate, monkeypa
     wanted = [running.chat([name]).choices[0].message.content for name in ids]
     place = next(iter(running.server.config.app.user_middleware)).kwargs["server"].model.memories
     broken = place.get(ids[1:2])[ids[1]]
-    place._memories[ids[1]] = replace(broken, check=False, embeddings=broken.embeddings[..., 1:])
+    place._memories[ids[1]] = replace(broken, check=False, embeddings=broken.embeddings[..., 1:]), ""
     found = [None] * 4
 
     def ask(i):
@@ -266,7 +266,7 @@ def test_limits_are_refusals_that_say_what_is_allowed(serve, pipe, gate):
     # There is room for two: the first has gone.
     error = running.refusal(404, "GET", f"/v1/memories/{ids[0]}", headers=key)
     assert f"oldest when the {int(2.5 * size):,} bytes" in error["message"]
-    assert running.metric("memory_bytes") == 2 * size
+    assert running.metric("memory_bytes") == 2 * (size + len(TEXTS[0].encode()))
     user = [{"role": "user", "content": "Who?"}]
     part = {"type": "memory", "memory_id": ids[2]}
     for body, status, message, param in (

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from context_compressors import CorpusCompressor, MemoryStore
 from context_compressors.serving import server_memories
-from context_compressors.serving.server_jobs import AnswerJob, CompressionJob, Sampling, ServedModel
+from context_compressors.serving.server_jobs import AnswerJob, CompressionJob, ServedModel
 from context_compressors.serving.server_memories import ProcessMemories, StoredMemories
 
 sys.path.append(os.path.join(os.path.dirname(__file__), "..", "modeling"))
@@ -89,6 +89,11 @@ def test_a_long_text_takes_no_more_room_beside_short_ones(small_checkpoints, tmp
     assert list(store.texts(ids).values()) == [*short, long]
 
 
+def asked(stops=(), is_streamed=False, max_tokens=100):
+    limits = {"max_tokens": max_tokens, "max_completion_tokens": None, "temperature": 0, "seed": None}
+    return SimpleNamespace(**limits, stop=stops, stream=is_streamed)
+
+
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_a_long_stop_costs_no_more_than_the_text(is_streamed):
     class Stop(str):
@@ -103,7 +108,7 @@ def test_a_long_stop_costs_no_more_than_the_text(is_streamed):
 
     async def run():
         stop = Stop("x" * 100_000)
-        job = AnswerJob(model, [1], [], 100, Sampling(), [stop], is_streamed, 60, lambda seconds: None)
+        job = AnswerJob(model, [1], [], asked([stop], is_streamed), 60, lambda seconds: None)
         for byte in b"abc":
             job.take(byte)
 
@@ -117,7 +122,7 @@ def test_half_a_character_of_a_stop_ends_no_part_of_it(is_streamed):
     model = SimpleNamespace(name="m", end_ids={-1}, pipe=SimpleNamespace(tokenizer=tokenizer))
 
     async def run():
-        job = AnswerJob(model, [1], [], 100, Sampling(), ["問題："], is_streamed, 60, lambda seconds: None)
+        job = AnswerJob(model, [1], [], asked(["問題："], is_streamed), 60, lambda seconds: None)
         for byte in "答：蜂蜜。問題：下".encode():
             job.take(byte)
         events = [await job.next_event()]
@@ -142,7 +147,7 @@ def test_further_questions_about_a_memory_find_its_slots_read():
     )
 
     async def answers():
-        options = (2, Sampling(), [], False, 60, lambda seconds: None)
+        options = (asked(max_tokens=2), 60, lambda seconds: None)
         jobs = [AnswerJob(model, text, [memory], *options) for text, memory in zip(texts, memories, strict=True)]
         AnswerJob.run(jobs)
         return [(await job.next_event()).text for job in jobs]

@@ -167,8 +167,8 @@ def test_fit_makes_a_compressor_of_texts_and_leaves_the_model_as_it_is(tmp_path,
         (tmp_path / name).write_text(f"{start}{name} {words * 3}", encoding="utf-8")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"context": words * 4}) + "\n")
     data = [f"{tmp_path}/*.md", f"Letters={tmp_path}/c.txt", f"{{path: '{tmp_path}/rows.jsonl', rows: [0, 1]}}"]
-    settings = ["--contexts", "7", "--max-context-tokens", "40", "--ratios", "2", "4"]
-    assert cli.main(["fit", str(base), "--data", *data, "--output", str(out), "--dtype", "float32", *settings]) == 0
+    settings = ["--contexts", "7", "--ratios", "2", "4"]
+    assert cli.main(["fit", str(base), "--data", *data, "--output", str(out), *settings]) == 0
     model = RankedKeyValuesForCausalLM.from_pretrained(out)
     assert (model.config.compression_ratios, model.config.encoder_lora) == ((2, 4), None)
     assert model.config.chunk_size == min(2048, model.config.decoder_config.max_position_embeddings // 2)
