@@ -20,6 +20,8 @@ from context_compressors.hub_cards.repository import build_repository
 
 pytest.importorskip("detect_secrets")
 ROOT = Path(__file__).resolve().parents[2]
+# What an upload adds, for Inference Endpoints.
+ADDED = ("handler.py", "requirements.txt")
 pytestmark = pytest.mark.usefixtures("no_connection")
 
 
@@ -71,7 +73,7 @@ def test_a_folder_loads_and_two_runs_give_the_same_bytes(checkpoint, tmp_path):
     second = build_repository(checkpoint, tmp_path / "second", license="mit")
     assert contents(first) == contents(second)
     assert contents(checkpoint) == before
-    assert set(contents(first)) == {*before, "handler.py", "requirements.txt"}
+    assert set(contents(first)) == {*before, *ADDED}
     ids = torch.arange(5, 15)[None]
     found, expected = (AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (first, checkpoint))
     assert found.equal(expected)
@@ -103,7 +105,7 @@ def test_missing_code_and_card_are_written(checkpoint, tmp_path):
     for path in [*checkpoint.glob("*.py"), checkpoint / "README.md"]:
         path.unlink()
     built = contents(build_repository(checkpoint, tmp_path / "built", license="mit"))
-    assert set(built) == {*expected, "handler.py", "requirements.txt"}
+    assert set(built) == {*expected, *ADDED}
     assert all(built[name] == data for name, data in expected.items() if name.endswith(".py"))
     assert b"license: mit" in built["README.md"]
 
@@ -168,7 +170,7 @@ def test_a_dry_run_shows_every_file_and_calls_nobody(checkpoint, hub, capsys):
     for name, data in contents(checkpoint).items():
         if name != "README.md":
             assert f"{len(data):,}  {name}" in shown
-    assert f"bytes in {len(contents(checkpoint))} files" in shown
+    assert f"bytes in {len(contents(checkpoint)) + len(ADDED)} files" in shown
 
 
 @pytest.mark.slow
