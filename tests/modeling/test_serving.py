@@ -132,7 +132,7 @@ def test_one_message_is_a_question_and_more_need_a_chat_template(model, memory, 
     one = [{"role": "user", "content": QUESTION}]
     assert memory.to_prompt_embeds(tiny_tokenizer, one, model).equal(as_text)
     chat = [{"role": "system", "content": "Be brief."}, *one]
-    with pytest.raises(ValueError, match="no chat template for 2 messages"):
+    with pytest.raises(ValueError, match="chat template refuses these messages"):
         memory.to_prompt_embeds(tiny_tokenizer, chat, model)
     with pytest.raises(ValueError, match="`messages` is empty"):
         memory.to_prompt_embeds(tiny_tokenizer, [], model)
