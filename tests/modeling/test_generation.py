@@ -94,32 +94,6 @@ def test_a_static_cache_of_the_callers_holds_the_slots_too(form_case, random_row
     assert cached.tolist() == model.generate(input_ids=text, memory=memory, **GREEDY).tolist()
 
 
-def best_sequence_by_hand(model, question, memory, num_beams, num_tokens):
-    """Beam search for one row, from forward passes over whole sequences."""
-    beams = [(0.0, question)]
-    for _ in range(num_tokens):
-        candidates = []
-        for score, ids in beams:
-            scores = model(input_ids=ids, memory=memory).logits[0, -1].log_softmax(dim=-1)
-            scores[model.config.eos_token_id] = -torch.inf
-            best = scores.topk(num_beams)
-            for value, token in zip(best.values, best.indices, strict=True):
-                candidates.append((score + float(value), torch.cat([ids, token.reshape(1, 1)], dim=1)))
-        beams = sorted(candidates, key=lambda candidate: -candidate[0])[:num_beams]
-    return beams[0][1]
-
-
-@torch.no_grad()
-def test_beams_read_their_own_rows_memory(backbone_case, texts):
-    model = backbone_case.model
-    beams = model.generate(**texts, max_new_tokens=4, min_new_tokens=4, num_beams=3, do_sample=False)
-    memory = model.compress(texts["context_input_ids"], texts["context_attention_mask"])
-    for i in (0, 2):
-        question = texts["input_ids"][i : i + 1, texts["attention_mask"][i].bool()]
-        by_hand = best_sequence_by_hand(model, question, memory.rows(i), 3, 4)
-        assert beams[i, -by_hand.shape[1] :].tolist() == by_hand[0].tolist()
-
-
 class Recorder(BaseStreamer):
     def __init__(self):
         self.ids, self.ended = [], False

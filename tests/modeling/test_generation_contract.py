@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers promises of `generate`, for every method and way to generate, behind a memory."""
+"""transformers' promises of `generate` hold behind a memory, for every method and way to generate."""
 
 import copy
 
@@ -69,57 +69,60 @@ def tensors_of(memory):
     return [tensor for tensor in own if tensor is not None]
 
 
-@pytest.mark.parametrize("way", DETERMINISTIC)
-def test_a_batch_gives_what_its_rows_give_alone(model, texts, way):
-    settings, number = DETERMINISTIC[way]
-    together = model.generate(**texts, **GREEDY, **settings)
-    assert together.shape == (3 * number, texts["input_ids"].shape[1] + NEW_TOKENS)
-    assert together[:, :-NEW_TOKENS].equal(texts["input_ids"].repeat_interleave(number, dim=0))
-    for index in range(3):
-        alone = model.generate(**row(texts, index), **GREEDY, **settings)
-        of_row = together[index * number : (index + 1) * number, -alone.shape[1] :]
-        assert of_row.tolist() == alone.tolist()
+def test_a_batch_gives_what_its_rows_give_alone(model, texts):
+    for way, (settings, number) in DETERMINISTIC.items():
+        together = model.generate(**texts, **GREEDY, **settings)
+        assert together.shape == (3 * number, texts["input_ids"].shape[1] + NEW_TOKENS), way
+        assert together[:, :-NEW_TOKENS].equal(texts["input_ids"].repeat_interleave(number, dim=0)), way
+        for index in range(3):
+            alone = model.generate(**row(texts, index), **GREEDY, **settings)
+            of_row = together[index * number : (index + 1) * number, -alone.shape[1] :]
+            assert of_row.tolist() == alone.tolist(), way
 
 
-@pytest.mark.parametrize("way", AS_GREEDY)
-def test_caches_drafts_and_outputs_leave_greedy_ids_as_they_are(model, texts, way):
+def test_caches_drafts_and_outputs_leave_greedy_ids_as_they_are(model, texts):
     for index in range(2):
         asked = row(texts, index)
-        found = model.generate(**asked, **GREEDY, **AS_GREEDY[way], return_dict_in_generate=True)
-        assert found.sequences.tolist() == model.generate(**asked, **GREEDY).tolist()
+        expected = model.generate(**asked, **GREEDY).tolist()
+        for way, settings in AS_GREEDY.items():
+            found = model.generate(**asked, **GREEDY, **settings, return_dict_in_generate=True)
+            assert found.sequences.tolist() == expected, way
 
 
-@pytest.mark.parametrize("way", SAMPLING)
-def test_samples_follow_the_seed_and_the_memory(model, texts, way):
-    settings, number = SAMPLING[way]
-    samples = []
-    for seed in (0, 0, 1, 2):
-        torch.manual_seed(seed)
-        samples.append(model.generate(**texts, **LENGTH, **settings))
-    assert samples[0].equal(samples[1])
-    assert any(not samples[0].equal(other) for other in samples[2:])
-    assert samples[0].shape == (3 * number, texts["input_ids"].shape[1] + NEW_TOKENS)
-    assert samples[0].max() < VOCAB_SIZE
+def test_samples_follow_the_seed_and_the_memory(model, texts):
     memory = model.compress(texts["context_input_ids"], texts["context_attention_mask"])
     asked = {"input_ids": texts["input_ids"], "attention_mask": texts["attention_mask"], "memory": memory}
-    torch.manual_seed(0)
-    assert model.generate(**asked, **LENGTH, **settings).equal(samples[0])
+
+    def sample(seed, settings, **given):
+        torch.manual_seed(seed)
+        return model.generate(**given, **LENGTH, **settings)
+
+    for way, (settings, number) in SAMPLING.items():
+        first, *others = (sample(seed, settings, **texts) for seed in (0, 1, 2))
+        assert first.shape == (3 * number, texts["input_ids"].shape[1] + NEW_TOKENS), way
+        assert first.max() < VOCAB_SIZE, way
+        assert any(not first.equal(other) for other in others), way
+        assert sample(0, settings, **asked).equal(first), way
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beams"])
-def test_inputs_and_the_memory_stay_as_they_are(model, texts, settings):
+def test_inputs_and_the_memory_stay_as_they_are(model, texts):
     memory = model.compress(texts["context_input_ids"], texts["context_attention_mask"])
     asked = {"input_ids": texts["input_ids"], "attention_mask": texts["attention_mask"]}
     given = [*asked.values(), *tensors_of(memory)]
     before = [tensor.clone() for tensor in given]
-    first = model.generate(**asked, memory=memory, **GREEDY, **settings)
-    assert all(now.equal(then) for now, then in zip(given, before, strict=True))
-    assert model.generate(**asked, memory=memory, **GREEDY, **settings).equal(first)
+    for settings in ({}, {"num_beams": 3, "num_return_sequences": 2}):
+        first = model.generate(**asked, memory=memory, **GREEDY, **settings)
+        assert all(now.equal(then) for now, then in zip(given, before, strict=True))
+        assert model.generate(**asked, memory=memory, **GREEDY, **settings).equal(first)
     assert model.generation_config.max_new_tokens is None
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_cache": False}, {"num_beams": 3}], ids=["greedy", "no_cache", "beams"])
-def test_outputs_have_an_entry_for_each_step_and_layer(model, texts, settings):
+def test_outputs_have_an_entry_for_each_step_and_layer(model, texts):
+    for settings in ({}, {"use_cache": False}, {"num_beams": 3}):
+        check_outputs(model, texts, settings)
+
+
+def check_outputs(model, texts, settings):
     asked = {"output_hidden_states": True, "output_attentions": True, "output_scores": True, "output_logits": True}
     outputs = model.generate(**texts, **GREEDY, **settings, **asked, return_dict_in_generate=True)
     rows, width = 3 * settings.get("num_beams", 1), texts["input_ids"].shape[1]

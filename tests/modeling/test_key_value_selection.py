@@ -248,7 +248,6 @@ SHARED = {
     "generation": [
         test_generation.test_every_way_to_generate_greedily_gives_the_same_ids,
         test_generation.test_step_by_step_with_a_cache_equals_one_pass,
-        test_generation.test_beams_read_their_own_rows_memory,
         test_generation.test_one_document_serves_several_questions_from_a_file_too,
     ],
     "saving": [
