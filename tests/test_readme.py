@@ -34,31 +34,6 @@ def test_the_tables_of_scores_are_those_of_the_result_files():
         assert pages.with_scores(text) == text, "run tests/pages.py --scores"
 
 
-def test_sets_of_questions_have_a_line_each_and_their_means():
-    counts = {"task": "question_answering", "domain": "out", "num_samples": 9, "num_documents": 8}
-
-    def row(dataset: str, condition: str, f1: float, width: float, **more) -> dict:
-        scores = {"metrics": {"f1": f1}, "intervals": {"f1": [f1 - width, f1 + width]}}
-        return {"dataset": dataset, "condition": condition, **scores, **counts, **more}
-
-    rows = []
-    costs = {"slots": 20, "memory_bytes": 3000}
-    for name, f1, width in (("nq", 40, 3), ("qed", 60, 4)):
-        less = {"cut=4": {"difference": f1 / 10, "interval": [f1 / 10 - width, f1 / 10 + width]}}
-        rows += [row(name, "no_context", 8, 2), row(name, "full_context", 80, 5)]
-        rows += [row(name, "ratio=4", f1, width, differences=less, costs=costs), row(name, "cut=4", f1 - f1 / 10, 5)]
-    lines = [" ".join(line.split()) for line in pages.tables_by_set({"rows": rows}).splitlines()]
-    assert [line for line in lines if not line.startswith("|-")] == [
-        "| F1 | no context | full text | 4x |",
-        "| nq, out of domain (9 about 8) | 8.0 [6.0, 10.0] | 80.0 [75.0, 85.0] | 40.0 [37.0, 43.0] |",
-        "| qed, out of domain (9 about 8) | 8.0 [6.0, 10.0] | 80.0 [75.0, 85.0] | 60.0 [56.0, 64.0] |",
-        "| mean | 8.0 [6.6, 9.4] | 80.0 [76.5, 83.5] | 50.0 [47.5, 52.5] |",
-        "| compressed minus truncated text, mean | | | 5.0 [2.5, 7.5] |",
-        "| stored: kB, mean | | | 3 |",
-        "| read: positions, mean | | | 20 |",
-    ]
-
-
 def test_what_code_prints_goes_into_the_text_block_right_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     fences = [

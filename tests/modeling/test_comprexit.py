@@ -113,20 +113,6 @@ def test_transmission_is_its_naive_twin(literal, ratio):
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "lengths", "windows", "num_slots"),
-    [(4, [300, 130, 1], [[128, 128, 44], [128, 2, 0], [1, 0, 0]], [75, 33, 1]), (5, [300], [[125, 125, 50]], [60])],
-)
-def test_worked_windows(ratio, lengths, windows, num_slots):
-    module = transmission(window_size=128)
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    anchors = torch.randn(*mask.shape, 6)
-    _, token_mask = module.windows(anchors, mask, ratio)
-    assert token_mask.sum(dim=2).tolist() == windows
-    _, slot_mask = module(anchors, mask, ratio)
-    assert slot_mask.sum(dim=1).tolist() == num_slots
-
-
 # --- the whole method ---
 
 

@@ -113,19 +113,6 @@ def test_a_streamer_sees_question_and_new_tokens(form_case, random_rows):
     assert recorder.ended
 
 
-def test_one_document_serves_several_questions_from_a_file_too(place_case, random_rows, pad_rows, tmp_path):
-    model, questions = place_case.model, random_rows([3, 6, 2], seed=1)
-    memory = model.compress(random_rows([10])[0][None])
-    ids, mask = pad_rows(questions, "right")
-    together = model.generate(input_ids=ids, attention_mask=mask, memory=memory, **GREEDY)
-    memory.save(tmp_path / "document.safetensors")
-    loaded = type(memory).load(tmp_path / "document.safetensors", model_id=model.model_id)
-    assert model.generate(input_ids=ids, attention_mask=mask, memory=loaded, **GREEDY).equal(together)
-    for row, question in zip(together, questions, strict=True):
-        alone = model.generate(input_ids=question[None], memory=memory, **GREEDY)
-        assert row[-alone.shape[1] :].tolist() == alone[0].tolist()
-
-
 def test_the_context_is_compressed_once(form_case, texts, monkeypatch):
     model, calls = form_case.model, []
     encode = model.model.encode

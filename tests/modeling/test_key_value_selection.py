@@ -243,12 +243,10 @@ SHARED = {
         test_positions_and_chunks.test_a_ratio_for_each_row_equals_separate_calls,
         test_positions_and_chunks.test_callers_positions_count_within_the_text,
         test_positions_and_chunks.test_states_and_logits_are_aligned_with_the_text,
-        test_positions_and_chunks.test_ragged_documents_joined_equal_each_row_joined_alone,
     ],
     "generation": [
         test_generation.test_every_way_to_generate_greedily_gives_the_same_ids,
         test_generation.test_step_by_step_with_a_cache_equals_one_pass,
-        test_generation.test_one_document_serves_several_questions_from_a_file_too,
     ],
     "saving": [
         test_saving.test_a_loaded_model_is_the_saved_one,

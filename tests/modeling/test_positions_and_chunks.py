@@ -276,15 +276,3 @@ def test_documents_joined_are_read_like_one_chunked_context(method_case, random_
     torch.testing.assert_close(slots(joined), slots(whole), atol=1e-4, rtol=0)
     text = random_ids(5, seed=1)
     torch.testing.assert_close(model(text, memory=joined).logits, model(text, memory=whole).logits, atol=1e-4, rtol=0)
-
-
-def test_ragged_documents_joined_equal_each_row_joined_alone(place_case, random_rows, pad_rows):
-    model = place_case.model
-    documents = [random_rows([7, 0, 4], seed=seed) for seed in (0, 1)]
-    memories = [model.compress(*pad_rows(rows, "left")) for rows in documents]
-    text = random_ids(5, seed=2)
-    together = model(text.expand(3, -1), memory=CompressedContext.concatenate(memories)).logits
-    for i in range(3):
-        joined = CompressedContext.concatenate([memory.rows(i) for memory in memories])
-        alone = model(text, memory=joined).logits
-        torch.testing.assert_close(together[i], alone[0], atol=1e-4, rtol=0)
