@@ -14,6 +14,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from context_compressors import CompressedContext, DeCALConfig, DeCALForConditionalGeneration, DeCALModel
+from context_compressors.modeling.parts.cache_name import CACHE
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,13 @@ def question(random_rows):
     return torch.stack(random_rows([4, 4], seed=1))
 
 
-# --- padding and batches ---
+@torch.no_grad()
+def test_a_context_of_no_tokens_gives_no_slots_and_still_answers(decal, question):
+    memory = decal.compress(question[:, :0])
+    assert memory.num_slots.tolist() == [0, 0]
+    mixed = decal.compress(question, torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]))
+    found, expected = (decal(input_ids=question, memory=one).logits[1] for one in (mixed, memory))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_an_empty_row_sends_no_nan_into_the_gradients(random_rows):
@@ -61,6 +68,15 @@ def test_caches_change_nothing(attention, question, random_rows, pad_rows):
     output = model.generate(question, memory=memory, return_dict_in_generate=True, output_scores=True, **GREEDY)
     assert output.sequences.equal(expected)
     assert len(output.scores) == 5
+
+
+@torch.no_grad()
+def test_a_mask_covers_the_text_in_the_cache_too(decal, random_rows):
+    memory = decal.compress(torch.stack(random_rows([9])))
+    text, mask = torch.tensor([[99, START, 7, 8]]), torch.tensor([[0, 1, 1, 1]])
+    cache = decal(text[:, :3], mask[:, :3], memory=memory, use_cache=True)[CACHE]
+    last = decal(text[:, 3:], mask, memory=memory, cache=cache).logits
+    torch.testing.assert_close(last, decal(text[:, 1:], memory=memory).logits[:, -1:], atol=1e-5, rtol=1e-4)
 
 
 def test_the_start_token_stands_in_front_once(decal, question, random_rows):
