@@ -38,12 +38,17 @@ SAMPLING = {
 }
 MODELS = {method.name: Case(method, attention="eager") for method in METHODS + TRAINING_FREE}
 QUICK = (*ON_EVERY_BASE, "snap_kv", "decal")
+# Their readers have code of their own; those of the others are run before a release.
+READERS = ("voco", "ranked_key_values", "activation_beacon", "kv_zip")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*MODELS, "decal")],
-)
+def marks(name):
+    if name in QUICK:
+        return ()
+    return pytest.mark.slow if name in READERS else (pytest.mark.slow, pytest.mark.release)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks(name)) for name in (*MODELS, "decal")])
 def model(request):
     return decal_models.build(attention="eager") if request.param == "decal" else MODELS[request.param].model
 
