@@ -37,13 +37,12 @@ SAMPLING = {
     "sampled_beams": ({"do_sample": True, "num_beams": 2}, 1),
 }
 MODELS = {method.name: Case(method, attention="eager") for method in METHODS + TRAINING_FREE}
-QUICK = (*ON_EVERY_BASE, "snap_kv", "decal")
 # Their readers have code of their own; those of the others are run before a release.
-READERS = ("voco", "ranked_key_values", "activation_beacon", "kv_zip")
+READERS = ("snap_kv", "decal", "voco", "ranked_key_values", "activation_beacon", "kv_zip")
 
 
 def marks(name):
-    if name in QUICK:
+    if name in ON_EVERY_BASE:
         return ()
     return pytest.mark.slow if name in READERS else (pytest.mark.slow, pytest.mark.release)
 

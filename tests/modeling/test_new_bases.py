@@ -9,9 +9,8 @@ from tiny_models import METHODS, TRAINING_FREE, Case
 CASES = [Case(method, architecture=base) for base in NEW_BASES for method in (*METHODS, *TRAINING_FREE)]
 # They move keys, and Gemma 3 turns keys by two tables, SmolLM3 those of some layers by none.
 RENUMBERED = ("activation_beacon", "streaming_llm")
-# One of each memory form is not slow.
-QUICK = ("mean_pooling", "five_hundred_x")
-PARAMS = [pytest.param(c, marks=[] if c.method.name in QUICK else pytest.mark.slow, id=str(c)) for c in CASES]
+# One method is not slow.
+PARAMS = [pytest.param(c, marks=[] if c.method is METHODS[0] else pytest.mark.slow, id=str(c)) for c in CASES]
 
 
 @pytest.mark.parametrize("of_base", PARAMS)
