@@ -203,11 +203,6 @@ def test_a_text_goes_on_from_its_cache(model, texts):
     assert twice.tolist() == whole.tolist()
 
 
-def test_what_cannot_be_done_behind_a_memory_is_refused(model, texts):
-    with pytest.raises(
-        ValueError, match="`assistant_model` (drafts without the memory|does not go with an encoder-decoder)"
-    ):
-        model.generate(**texts, **GREEDY, assistant_model=model)
-    embeddings = torch.zeros(3, 4, 32)
-    with pytest.raises(ValueError, match=r"`input_ids`"):
-        model.generate(**{**texts, "input_ids": None}, **GREEDY, inputs_embeds=embeddings)
+def test_embeddings_in_place_of_a_text_are_refused(model, texts):
+    with pytest.raises(ValueError, match="`input_ids`"):
+        model.generate(**{**texts, "input_ids": None}, **GREEDY, inputs_embeds=torch.zeros(3, 4, 32))
