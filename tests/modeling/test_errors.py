@@ -75,8 +75,9 @@ def test_misspelt_arguments_and_missing_questions_are_refused(model):
     memory = model.compress(CONTEXT)
     with raises(TypeError, "memry", "did you mean"):
         model(TEXT, memry=memory)
-    with raises(ValueError, "`input_ids`", "BOS"):
-        model.generate(memory=memory, max_new_tokens=2)
+    for given in ({}, {"inputs_embeds": torch.zeros(1, 4, 32)}):
+        with raises(ValueError, "`input_ids`", "BOS"):
+            model.generate(memory=memory, max_new_tokens=2, **given)
     with raises(ValueError, "`input_ids`"):
         model(memory=memory)
 

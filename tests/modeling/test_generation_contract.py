@@ -201,8 +201,3 @@ def test_a_text_goes_on_from_its_cache(model, texts):
     twice = model.generate(first.sequences, memory=memory, **GREEDY)
     whole = model.generate(question, memory=memory, max_new_tokens=10, min_new_tokens=10, do_sample=False)
     assert twice.tolist() == whole.tolist()
-
-
-def test_embeddings_in_place_of_a_text_are_refused(model, texts):
-    with pytest.raises(ValueError, match="`input_ids`"):
-        model.generate(**{**texts, "input_ids": None}, **GREEDY, inputs_embeds=torch.zeros(3, 4, 32))
