@@ -168,7 +168,8 @@ def measure(
         note("answers", lambda index=index: reader.answer(index, new_tokens))
     if memory is not None and memory.embeddings is not None:
         length, most = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}, pipe.read_slots.max_bytes
-        for name, pipe.read_slots.max_bytes in (("kept", most), ("read again", 0)):
+        for name, size in (("kept", most), ("read again", 0)):
+            pipe.read_slots.max_bytes = size
             pipe(questions[0], memory=memory, **length)
             for question in questions[1:4]:
                 note(name, lambda question=question: pipe(question, memory=memory, **length))

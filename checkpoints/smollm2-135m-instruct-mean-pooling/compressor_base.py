@@ -3399,13 +3399,15 @@ class ReadSlots:
         config = self.backbone.config
         if memory.embeddings is None or config.is_encoder_decoder or not memory.model_id:
             return memory, texts
-        num_first = self.backbone.num_in_front(torch.tensor([texts[0]]))
-        first = texts[0][:num_first]
-        size = memory.batch_size * (num_first + memory.attention_mask.shape[1])
+        # What stands in front of the slots must be the same in all texts.
+        openings = {tuple(text[: self.backbone.num_in_front(torch.tensor([text]))]) for text in texts}
+        first = openings.pop()
+        size = memory.batch_size * (len(first) + memory.attention_mask.shape[1])
         if (
             size * position_bytes(config.decoder_config, memory.dtype) > self.max_bytes
             or sliding_window(config.decoder_config) is not None
-            or any(text[:num_first] != first or len(text) == num_first for text in texts)
+            or openings
+            or any(len(text) == len(first) for text in texts)
         ):
             return memory, texts
         names = [_row_digest(memory.rows(row), first) for row in range(memory.batch_size)]
@@ -3421,7 +3423,7 @@ class ReadSlots:
             new = {names[row]: _row_alone(found.rows(place)) for place, row in enumerate(missing)}
             self._keep(new, versions)
             rows |= new
-        return memory.stack([rows[name] for name in names]), [text[num_first:] for text in texts]
+        return memory.stack([rows[name] for name in names]), [text[len(first) :] for text in texts]
 
     def _keep(self, rows: dict[bytes, CompressedContext], versions: tuple[Any, ...]) -> None:
         with self._lock:

@@ -233,7 +233,12 @@ def _read_by_lengths(
     """
     num_queries, num_tokens = query.shape[2], key.shape[2]
     real = key.new_ones(len(key), num_tokens, dtype=torch.bool) if mask is None else mask[:, -num_tokens:].bool()
-    asks = real[:, -num_queries:]
+    if 1 < num_queries < num_tokens and not bool(real[:, num_queries:].any()):
+        # A first pass; a fixed cache has places behind it.
+        key, value, real = key[:, :, :num_queries], value[:, :, :num_queries], real[:, :num_queries]
+        num_tokens = num_queries
+    # A single token is no pad, and in a fixed cache not the last place.
+    asks = real[:, -num_queries:] if num_queries > 1 else real.new_ones(len(real), 1)
     # Pairs lie outside a sliding window, in which text and slots fit.
     kwargs["sliding_window"] = None
     read = partial(_sequences, partial(attention, **kwargs), query, key, value)

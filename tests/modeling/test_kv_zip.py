@@ -248,7 +248,7 @@ def naive_flash(module, query, key, value, attention_mask, scaling=None, cu_seq_
     return output.transpose(1, 2).contiguous(), None
 
 
-def read_in_all_ways(model, ids, mask, opening, random_rows, pad_rows):
+def read_in_all_ways(model, ids, mask, opening, caches, random_rows, pad_rows):
     """Logits, answers and gradients behind memories of a batch and of a row, texts padded on either side."""
     device, found = model.device, []
     memory = model.eval().compress(ids, mask, ratio=3, allow_untrained_ratio=True)
@@ -257,7 +257,8 @@ def read_in_all_ways(model, ids, mask, opening, random_rows, pad_rows):
         text, text_mask = (rows.to(device) for rows in pad_rows(texts, side))
         with torch.no_grad():
             found += [model(text, text_mask, memory=memory).logits[text_mask.bool()]]
-            found += [model.generate(text, attention_mask=text_mask, memory=memory, **GREEDY)]
+            given = {"attention_mask": text_mask, "memory": memory, **GREEDY}
+            found += [model.generate(text, cache_implementation=kind, **given) for kind in caches]
             alone = texts[0][None].to(device)
             found += [model(alone, memory=memory.rows(0)).logits, model(alone[:, :1], memory=memory.rows(0)).logits]
         if model.model.method_parts:
@@ -294,7 +295,8 @@ def test_pairs_are_read_by_flash_and_flex_attention(
     else:
         monkeypatch.setitem(AttentionInterface._global_mapping, name, function)
     ids, mask = (rows.to(model.device) for rows in pad_rows(random_rows([33, 9, 0, 20])))
-    given = (model, ids, mask, torch.tensor(fields.get("opening_ids", []), dtype=torch.long), random_rows, pad_rows)
+    opening, caches = torch.tensor(fields.get("opening_ids", []), dtype=torch.long), [None, "static"]
+    given = (model, ids, mask, opening, caches if "flash" in name else caches[:1], random_rows, pad_rows)
     expected = read_in_all_ways(*given)
     monkeypatch.setattr(model.model.language_model.config, "_attn_implementation_internal", name)
     found, tolerance = read_in_all_ways(*given), {"atol": 1e-5, "rtol": 1e-4}

@@ -91,8 +91,9 @@ def test_slots_that_are_too_many_or_have_unlike_openings_are_read_with_each_text
     memory = pooled.compress(torch.arange(5, 25)[None])
     assert ReadSlots(pooled, max_bytes=100).read(memory, TEXTS) == (memory, TEXTS)
     monkeypatch.setattr(pooled.config, "slots_after_ids", [40])
-    unlike = [[1, 9, 40, 7], [1, 8, 40, 7]]
-    assert ReadSlots(pooled).read(memory, unlike) == (memory, unlike)
+    for other in ([1, 8, 40, 7], [7, 7, 9, 7]):
+        unlike = [[1, 9, 40, 7], other]
+        assert ReadSlots(pooled).read(memory, unlike) == (memory, unlike)
 
 
 @pytest.mark.slow
