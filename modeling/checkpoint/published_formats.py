@@ -150,7 +150,6 @@ def _500x_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
         "compression_ratios": (_ratio(500, tensors["memory_embeddings"].shape[0]),),
         "chunk_size": 500,
         "memory_tokens": "fixed",
-        "reconstruction_trigger": "bos",
         "task_token_ids": {},
         "bos_before_text": False,
         "encoder_lora": _lora(tensors, 32.0),
