@@ -143,12 +143,6 @@ def tiny_base_config():
     return base_config
 
 
-@pytest.fixture(scope="session")
-def clean_python(clean_environment, tmp_path_factory) -> Path:
-    """A Python with this one's dependencies, and without this package."""
-    return clean_environment(tmp_path_factory.mktemp("clean") / "environment")("python")
-
-
 @pytest.fixture
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of the tiny models' vocabulary: one token a character, BOS in front of what it encodes."""

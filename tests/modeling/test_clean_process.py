@@ -74,14 +74,12 @@ for source, target, inputs_file, outputs_file, attention in json.load(open(sys.a
 
 
 @pytest.fixture
-def run_clean(clean_python, tmp_path):
-    """`run_clean(round, jobs, inputs)`: load each `(source, target, attention)` there; the outputs of all of them.
+def run_clean(clean_environment, tmp_path):
+    """`run_clean(jobs, inputs, cache)`: outputs of each `(source, target, attention)` there, with a cache of the Hub."""
+    clean_python = clean_environment(tmp_path / "environment")("python")
 
-    `cache` is the Hub's cache there; an empty one if not given.
-    """
-
-    def run(number, jobs, inputs, cache=None):
-        elsewhere = tmp_path / f"elsewhere-{number}"
+    def run(jobs, inputs, cache):
+        elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
         save_file(inputs, elsewhere / "inputs.safetensors")
         results = [elsewhere / f"outputs-{i}.safetensors" for i in range(len(jobs))]
@@ -93,7 +91,7 @@ def run_clean(clean_python, tmp_path):
         environment = {
             "HF_HOME": str(elsewhere / "empty"),
             "HF_HUB_OFFLINE": "1",
-            **({} if cache is None else {"HF_HUB_CACHE": str(cache)}),
+            "HF_HUB_CACHE": str(cache),
             "PATH": os.environ.get("PATH", ""),
             # Another number of threads adds in another order, and logits of 4 then differ in their sixth digit.
             "OMP_NUM_THREADS": str(torch.get_num_threads()),
@@ -151,7 +149,7 @@ def test_folders_load_without_this_package_save_again_and_load_again(
         model.save_pretrained(tmp_path / "first" / name)
     attention = {name: model.config._attn_implementation for name, model in models.items()}
     jobs = [(tmp_path / "first" / name, tmp_path / "second" / name, attention[name]) for name in models]
-    for name, found in zip(models, run_clean(0, jobs, inputs, cache=local_hub.folder), strict=True):
+    for name, found in zip(models, run_clean(jobs, inputs, local_hub.folder), strict=True):
         assert_same_outputs(found, expected[name], name)
         # The same bytes, which a process of that kind has loaded just now; the package alone writes a card.
         first = files(tmp_path / "first" / name)
@@ -221,7 +219,7 @@ def test_light_checkpoints_are_trained_as_remote_code_and_their_children_load_wi
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     jobs = [(child, child / "again", "sdpa") for child in parents]
-    outputs = run_clean(0, jobs, inputs, cache=local_hub.folder)
+    outputs = run_clean(jobs, inputs, local_hub.folder)
     for (child, model), found in zip(parents.items(), outputs, strict=True):
         weights = [load_file(folder / "model.safetensors") for folder in (child.parent / "parent", child)]
         assert weights[0].keys() == weights[1].keys(), f"{child}: the child is as light"
