@@ -75,7 +75,7 @@ for source, target, inputs_file, outputs_file, attention in json.load(open(sys.a
 
 @pytest.fixture
 def run_clean(clean_environment, tmp_path):
-    """`run_clean(jobs, inputs, cache)`: outputs of each `(source, target, attention)` there, with a cache of the Hub."""
+    """`run_clean(jobs, inputs, cache)`: outputs of each `(source, target, attention)`, with a cache of the Hub."""
     clean_python = clean_environment(tmp_path / "environment")("python")
 
     def run(jobs, inputs, cache):
