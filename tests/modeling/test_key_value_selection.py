@@ -11,7 +11,6 @@ import test_model_names
 import test_padding
 import test_positions_and_chunks
 import test_saving
-import test_threads
 import torch
 from test_chat_prompts import DOCUMENT, ONE_TURN, TEMPLATE, WITH_SYSTEM, templated
 from tiny_bases import FAR_APART, ids_of
@@ -263,12 +262,6 @@ def test_the_shared_tests_hold(group, request, monkeypatch):
             names = inspect.signature(check).parameters
             check(**{name: case if name.endswith("case") else request.getfixturevalue(name) for name in names})
             monkeypatch.undo()
-
-
-@pytest.mark.slow
-def test_calls_of_all_kinds_are_right_in_eight_threads(tiny_tokenizer):
-    # It reads with settings of its own for a while.
-    assert not test_threads.together(test_threads.calls_of(SNAP_KV.model, tiny_tokenizer))
 
 
 def test_a_forward_pass_waits_for_the_device_no_more_than_those_of_other_methods():

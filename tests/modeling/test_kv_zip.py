@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-import test_threads
 import torch
 from harsh_attention import harsh_flex
 from tiny_bases import FAR_APART, ids_of
@@ -392,8 +391,3 @@ def test_heads_that_no_layer_has_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             KV_ZIP.config(**fields)
-
-
-@pytest.mark.slow
-def test_calls_of_all_kinds_are_right_in_eight_threads(tiny_tokenizer):
-    assert not test_threads.together(test_threads.calls_of(KV_ZIP.model, tiny_tokenizer))

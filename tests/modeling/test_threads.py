@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from decal_models import build as build_decal
-from tiny_models import METHODS, Case
+from tiny_models import METHODS, TRAINING_FREE, Case
 from transformers import TextIteratorStreamer
 
 THREADS, ROUNDS = 8, 2
@@ -30,7 +30,7 @@ def eager_switching():
 def built(name, **fields):
     if name == "decal":
         return build_decal(compression_ratios=(2, 3))
-    return Case(next(method for method in METHODS if method.name == name)).build(**fields)
+    return Case(next(method for method in METHODS + TRAINING_FREE if method.name == name)).build(**fields)
 
 
 def together(calls, threads=THREADS, rounds=ROUNDS):
@@ -97,9 +97,12 @@ def calls_of(model, tokenizer):
     return {name: torch.no_grad()(call) for name, call in calls.items()}
 
 
-@pytest.mark.slow
 # Adapters that are switched, one pass for both sides, heads of unlike numbers, and an encoder-decoder.
-@pytest.mark.parametrize("name", ["mean_pooling", "five_hundred_x", "voco", "ranked_key_values", "decal"])
+KINDS = ("mean_pooling", "five_hundred_x", "voco", "ranked_key_values", "snap_kv", "kv_zip", "decal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
 def test_calls_of_all_kinds_are_right_in_eight_threads(name, tiny_tokenizer):
     assert not together(calls_of(built(name), tiny_tokenizer))
 
