@@ -247,7 +247,7 @@ def test_scores_of_earlier_tokens_leave_task_tokens_out(icae):
     assert 9 not in plain[0, 2:].tolist()
 
 
-# --- slot markers and shared adapters ---
+# --- vectors around slots, and one adapter for both sides ---
 
 
 @pytest.fixture
@@ -259,9 +259,6 @@ def separated(method_cases):
 @pytest.fixture
 def shared(method_cases):
     return method_cases["compression_tokens"].on(variant="shared_adapter").build()
-
-
-# --- the vectors around slots ---
 
 
 def test_the_separator_stands_behind_the_slots_of_each_chunk_and_trains(separated):
@@ -277,9 +274,6 @@ def test_the_separator_stands_behind_the_slots_of_each_chunk_and_trains(separate
     separated.train()
     separated(input_ids=ids_of(4), labels=ids_of(4), context_input_ids=ids_of(15)).loss.backward()
     assert marker.grad.abs().sum() > 0
-
-
-# --- one adapter for both sides ---
 
 
 def test_a_shared_adapter_is_one_set_of_weights_with_gradient_from_both_sides(shared):

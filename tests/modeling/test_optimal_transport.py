@@ -21,11 +21,11 @@ from context_compressors.modeling.parts import optimal_transport
 from context_compressors.modeling.parts.optimal_transport import sinkhorn
 
 
-def problem(*shape, seed=0, dtype=torch.float64, spread=2.0):
+def problem(*shape, seed=0, dtype=torch.float64):
     """Costs as those of a cosine, and masses that sum to 1."""
     *batch, num_senders, num_receivers = shape
     generator = torch.Generator().manual_seed(seed)
-    cost = torch.rand(*shape, generator=generator, dtype=torch.float64) * spread
+    cost = torch.rand(*shape, generator=generator, dtype=torch.float64) * 2
     source = torch.rand(*batch, num_senders, generator=generator, dtype=torch.float64) + 0.05
     target = torch.rand(*batch, num_receivers, generator=generator, dtype=torch.float64) + 0.05
     masses = source / source.sum(-1, keepdim=True), target / target.sum(-1, keepdim=True)
