@@ -149,12 +149,6 @@ LOADING = (BASE_MODEL, TRUST_REMOTE_CODE, DEVICE, DTYPE)
 COLUMN = argument(
     "--column", default="context", help="column of .jsonl and .parquet files with the text (default: %(default)s)"
 )
-MEMORY_DTYPE = argument(
-    "--memory-dtype",
-    choices=("int8", "int4", "int2", "float16"),
-    default="int8",
-    help="what a new store keeps slots in (default: %(default)s)",
-)
 MAX_TOKENS = argument(
     "--max-tokens", type=positive_int, metavar="N", help="keep only so many tokens of each document (default: all)"
 )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,31 +68,13 @@ def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings
     """The evaluation's options from the parsed command line and its `--config`; `ValueError` for one not allowed."""
     allowed = EvaluationSettings.__dataclass_fields__
     fields: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name in allowed}
-    limits = max_new_tokens_from_arguments(arguments.max_new_tokens)
-    fields["max_new_tokens"] = EvaluationSettings().max_new_tokens | limits
+    if fields.pop("max_new_tokens") is not None:
+        fields["max_new_tokens"] = dict.fromkeys(WRITTEN_TASKS, arguments.max_new_tokens)
     if set(arguments.tasks) & {*_OF_TEXTS, _RETRIEVAL}:
         fields["tasks"] = ["question_answering"]
     fields |= config_fields(arguments.config, allowed)
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     return EvaluationSettings(**fields)
-
-
-def max_new_tokens_from_arguments(values: Sequence[str]) -> dict[str, int]:
-    """Most tokens of each task that is written, from values such as "24", which is of all, and "summarization=64".
-
-    Raises:
-        ValueError: no number above 0, or a task that is not written.
-    """
-    found: dict[str, int] = {}
-    for value in values:
-        task, is_of_one, number = value.rpartition("=")
-        if not number.isdecimal() or int(number) < 1:
-            raise ValueError(f"--max-new-tokens takes numbers from 1 on, or TASK=N, got {value!r}")
-        task = as_spelled_now(task)
-        if is_of_one:
-            check_choice("task of --max-new-tokens", task, WRITTEN_TASKS)
-        found |= dict.fromkeys([task] if is_of_one else WRITTEN_TASKS, int(number))
-    return found
 
 
 def _load(name: str, arguments: argparse.Namespace, base_model: str | None) -> PreTrainedModel:
@@ -289,10 +271,9 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
     ),
     argument(
         "--max-new-tokens",
-        nargs="+",
-        default=[],
+        type=positive_int,
         metavar="N",
-        help="most tokens to write, of one task TASK=N (default: question_answering=32 summarization=128)",
+        help="most tokens to write (default: 32 of an answer, 128 of a summary)",
     ),
     argument(
         "--lengths",

@@ -10,7 +10,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from context_compressors import cli
-from context_compressors.cli.evaluate import max_new_tokens_from_arguments
 from context_compressors.evaluation.report import EvaluationReport
 
 
@@ -142,21 +141,6 @@ def test_command_keeps_answers_and_goes_on_with_its_report(folders, qa_file, tmp
     assert "2 of 2 documents of 'a' chose tiny-compressor, by results.json (samples" in capsys.readouterr().err
     assert main([argv[0], "--data", "generated", "--resume"]) == 1
     assert "--resume goes on with what is in --output: name it" in capsys.readouterr().err
-
-
-def test_longest_answers_are_of_all_tasks_or_of_one():
-    assert max_new_tokens_from_arguments([]) == {}
-    assert max_new_tokens_from_arguments(["24"]) == {"question_answering": 24, "summarization": 24}
-    both = max_new_tokens_from_arguments(["24", "summarization=64"])
-    assert both == {"question_answering": 24, "summarization": 64}
-    assert max_new_tokens_from_arguments(["summarisation=64"]) == {"summarization": 64}
-    for value, message in (
-        ("0", "numbers from 1 on, or TASK=N, got '0'"),
-        ("summarization=many", "got 'summarization=many'"),
-        ("sumarization=64", "did you mean 'summarization'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            max_new_tokens_from_arguments([value])
 
 
 def test_ratios_alone_are_drawn_without_a_domain_gap_and_printed_first(
