@@ -1837,26 +1837,6 @@ class HeadwisePairs:
     head_ids: Tensor
     coarsest_ratios: Tensor
 
-    @classmethod
-    def empty(
-        cls,
-        batch_size: int,
-        num_slots: int,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> HeadwisePairs:
-        """Room for pairs, filled with anything."""
-        layers, heads, head_dim = shape
-        of_pairs = (batch_size, num_slots, layers * heads)
-        size = (batch_size, heads, num_slots, head_dim)
-        states = [torch.empty(size, dtype=dtype, device=device) for _ in range(2 * layers)]
-        return cls(
-            tuple(zip(states[::2], states[1::2], strict=True)),
-            torch.empty(of_pairs, dtype=torch.int16, device=device),
-            torch.empty(of_pairs, dtype=torch.uint8, device=device),
-        )
-
     def put(self, rows: Sequence[int], part: HeadwisePairs) -> None:
         """Write rows into it, which may have fewer slots."""
         for whole, tensor in zip(self._tensors(), part._tensors(), strict=True):
@@ -5487,8 +5467,13 @@ class HeadwiseModel(CompressorModel):
 
     def _room(self, num_chunks: int, num_slots: int) -> HeadwisePairs:
         """Pairs of any values."""
-        shape = key_value_shape(self.config.decoder_config)
-        return HeadwisePairs.empty(num_chunks, num_slots, shape, self.dtype, self.device)
+        layers, heads, head_dim = key_value_shape(self.config.decoder_config)
+        size, of_pairs = (num_chunks, heads, num_slots, head_dim), (num_chunks, num_slots, layers * heads)
+        states = [torch.empty(size, dtype=self.dtype, device=self.device) for _ in range(2 * layers)]
+        heads_and_ratios = (
+            torch.empty(of_pairs, dtype=dtype, device=self.device) for dtype in (torch.int16, torch.uint8)
+        )
+        return HeadwisePairs(tuple(zip(states[::2], states[1::2], strict=True)), *heads_and_ratios)
 
     def _no_slots(self, num_chunks: int) -> Any:
         return self._room(num_chunks, 0) if self._reads_by_heads else super()._no_slots(num_chunks)

@@ -433,8 +433,13 @@ class HeadwiseModel(CompressorModel):
 
     def _room(self, num_chunks: int, num_slots: int) -> HeadwisePairs:
         """Pairs of any values."""
-        shape = key_value_shape(self.config.decoder_config)
-        return HeadwisePairs.empty(num_chunks, num_slots, shape, self.dtype, self.device)
+        layers, heads, head_dim = key_value_shape(self.config.decoder_config)
+        size, of_pairs = (num_chunks, heads, num_slots, head_dim), (num_chunks, num_slots, layers * heads)
+        states = [torch.empty(size, dtype=self.dtype, device=self.device) for _ in range(2 * layers)]
+        heads_and_ratios = (
+            torch.empty(of_pairs, dtype=dtype, device=self.device) for dtype in (torch.int16, torch.uint8)
+        )
+        return HeadwisePairs(tuple(zip(states[::2], states[1::2], strict=True)), *heads_and_ratios)
 
     def _no_slots(self, num_chunks: int) -> Any:
         return self._room(num_chunks, 0) if self._reads_by_heads else super()._no_slots(num_chunks)

@@ -36,33 +36,6 @@ class HeadwisePairs:
     head_ids: Tensor
     coarsest_ratios: Tensor
 
-    @classmethod
-    def empty(
-        cls,
-        batch_size: int,
-        num_slots: int,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> HeadwisePairs:
-        """Room for pairs, filled with anything.
-
-        Args:
-            batch_size, num_slots: how many.
-            shape: `(num_layers, num_heads, head_dim)`.
-            dtype: of keys and values.
-            device: where.
-        """
-        layers, heads, head_dim = shape
-        of_pairs = (batch_size, num_slots, layers * heads)
-        size = (batch_size, heads, num_slots, head_dim)
-        states = [torch.empty(size, dtype=dtype, device=device) for _ in range(2 * layers)]
-        return cls(
-            tuple(zip(states[::2], states[1::2], strict=True)),
-            torch.empty(of_pairs, dtype=torch.int16, device=device),
-            torch.empty(of_pairs, dtype=torch.uint8, device=device),
-        )
-
     def put(self, rows: Sequence[int], part: HeadwisePairs) -> None:
         """Write rows into it, which may have fewer slots."""
         for whole, tensor in zip(self._tensors(), part._tensors(), strict=True):
