@@ -23,6 +23,7 @@ CONFIGURATIONS = Path(context_compressors.training.__file__).parent / "accelerat
 WORKER = Path(__file__).with_name("distributed_worker.py")
 QUESTIONS = {"generated": True, "tasks": ["question_answering", "reconstruction"], "weight": 1}
 DOCUMENTS = {"generated": True, "tasks": ["reconstruction", "continuation"], "weight": 1}
+TEXTS = {"generated": True, "tasks": ["continuation"], "weight": 1}
 
 # Plain gradient descent: Adam would turn rounding errors of tiny gradients into whole steps.
 RUNS = {
@@ -203,7 +204,7 @@ def test_fsdp2_gives_the_weights_of_one_process_for_every_kind_of_training_saves
         "keft": {"objective": "compression", "method": "gmsa", "method_config": keft},
         "retrieval": RUNS["retrieval"],
         "joint_icae": RUNS["joint_icae"],
-        "decal": {"objective": "denoising", **decal, "tokenizer": str(base_folder), "sources": [DOCUMENTS]},
+        "decal": {"objective": "denoising", **decal, "tokenizer": str(base_folder), "sources": [TEXTS]},
     }
     recipes = {name: write_recipe(name, **{**fields, "max_steps": 2}) for name, fields in kinds.items()}
     every_second = {"save_strategy": "steps", "save_steps": 2}
