@@ -157,3 +157,13 @@ def test_loss_and_gradients_are_those_of_the_rows_alone(form_case, attention, ra
     for side in ("left", "right"):
         for name, gradient in found["alone"].items():
             torch.testing.assert_close(found[side][name], gradient, atol=1e-5, rtol=1e-3, msg=f"{side} {name}")
+
+
+@pytest.mark.parametrize("attention", WITH_FLEX)
+def test_texts_of_a_packed_row_without_a_context_do_not_see_each_other(attention, method_cases):
+    model = method_cases["mean_pooling"].on(attention=attention).build()
+    first, second = torch.arange(5, 9)[None], torch.arange(3, 8)[None]
+    positions = torch.cat([torch.arange(4), torch.arange(5)])[None]
+    packed = model(input_ids=torch.cat([first, second], dim=1), position_ids=positions, use_cache=False).logits
+    alone = torch.cat([model(input_ids=ids, use_cache=False).logits for ids in (first, second)], dim=1)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
