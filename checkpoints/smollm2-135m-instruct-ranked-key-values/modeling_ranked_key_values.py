@@ -212,6 +212,8 @@ class RankedKeyValuesModel(HeadwiseModel):
                 room.put(some, part)
         return found
 
+    # Dynamo traces what stands in front of a graph break, the first reading, once more for each frame around it.
+    @torch.compiler.disable(recursive=False)
     def _encode_some(
         self,
         chunks: Chunks,

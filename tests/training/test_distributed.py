@@ -35,12 +35,14 @@ RUNS = {
     "joint": {"objective": "joint", "gradient_accumulation_steps": 2, "alpha": 0.3},
     "per_sample_gmsa": {"objective": "compression", "method": "gmsa", "ratio_mode": "per_sample"},
     "retrieval": {"objective": "retrieval", "method": "decal", "contrastive_temperature": 0.2},
+    "own_loss": {"objective": "compression", "method": "ranked_key_values"},
     "joint_icae": {"objective": "joint", "method": "icae", "gradient_checkpointing": True, "learning_rate": 1.0},
 }
 METHOD_CONFIGS = {
     "mean_pooling": {"compression_ratios": [2, 4]},
     "icae": {"compression_ratios": [2, 4], "chunk_size": 16, "encoder_lora": {"rank": 4}},
     "gmsa": {"compression_ratios": [2, 4], "encoder_layers": 1, "encoder_lora": {"rank": 4}},
+    "ranked_key_values": {"compression_ratios": [2, 4], "encoder_lora": {"rank": 4}},
     "comprexit": {"compression_ratios": [4], "window_size": 16},
     "five_hundred_x": {"encoder_lora": {"rank": 2}},
     "autocompressor": {"encoder_lora": {"rank": 2}, "shared_adapter": True},
@@ -138,7 +140,7 @@ def assert_same_weights(found: Path, expected: Path) -> None:
 def assert_adapters_moved(folder: Path) -> None:
     """Every B starts at zero; both adapters' (some have one), so that a gradient reached encoder and decoder."""
     weights = load_file(folder / "model.safetensors")
-    adapters = ("encoder",) if folder.name in ("joint_icae", "per_sample_gmsa") else ("encoder", "decoder")
+    adapters = ("encoder",) if folder.name in ("joint_icae", "per_sample_gmsa", "own_loss") else ("encoder", "decoder")
     for adapter in adapters:
         moved = [weight.abs().max().item() for name, weight in weights.items() if f".lora_B.{adapter}." in name]
         assert max(moved) > 1e-3, f"{folder.name}: {adapter}"
