@@ -42,7 +42,7 @@ from context_compressors.demo import CHECKPOINT, fastest_dtype, load, read_pages
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 from context_compressors.modeling.memory.key_value_memory import cache_bytes
 from context_compressors.modeling.parts.cache_name import CACHE
-from context_compressors.modeling.parts.prompting import decoder_document_ids, full_context_ids, question_ids
+from context_compressors.modeling.parts.prompting import decoder_document_ids, question_ids
 from context_compressors.reporting.tables import markdown_table
 
 TEXT = "text"
@@ -111,7 +111,9 @@ def page_of(pipe: Pipeline, length: int, questions: Sequence[str], new_tokens: i
     """
     config, text = pipe.model.config, "\n\n".join(page.text for page in read_pages())
     page = decoder_document_ids(config, pipe.tokenizer, text)
-    around = new_tokens + max(len(full_context_ids(config, pipe.tokenizer, [], question)) for question in questions)
+    around = new_tokens + max(
+        len(question_ids(config, pipe.tokenizer, question, document_ids=[])) for question in questions
+    )
     positions = config.decoder_config.max_position_embeddings
     if positions <= around:
         raise ValueError(f"the base has {positions} positions; prompt and answer alone need {around}")
@@ -156,7 +158,7 @@ def measure(
 
     memory = None
     if ratio is None:
-        prompts = [full_context_ids(config, pipe.tokenizer, page, question) for question in questions]
+        prompts = [question_ids(config, pipe.tokenizer, question, document_ids=page) for question in questions]
         samples = [{"compression": 0.0}, {"compression": 0.0}]
     else:
         prompts = [question_ids(config, pipe.tokenizer, question) for question in questions]

@@ -25,7 +25,6 @@ from ..parts.prompting import (
     check_max_tokens,
     cut_passages,
     decoder_document_ids,
-    full_context_ids,
     message_ids,
     passages_ids,
     question_ids,
@@ -364,9 +363,7 @@ class ContextCompressionQAPipeline(Pipeline):
         if messages is None:
             questions, asks_one = _as_list("question", question)
             check_texts("question", questions)
-            if document is not None:
-                return [full_context_ids(config, tokenizer, document, text, prompt) for text in questions], asks_one
-            return [question_ids(config, tokenizer, text, prompt) for text in questions], asks_one
+            return [question_ids(config, tokenizer, text, prompt, document) for text in questions], asks_one
         if prompt is not None:
             raise ValueError("`prompt` is what a `question` stands in: leave it out beside `messages`")
         conversations, _ = _as_list("messages", messages)
@@ -405,8 +402,8 @@ class ContextCompressionQAPipeline(Pipeline):
                 texts: Any = questions
                 if may_be_asked_again:
                     memory, texts = self.read_slots.read(memory, questions)
-                rows, rows_of = range(len(memory)), partial(_rows_of, memory)
-                answers += self._answers(rows, texts, batch_size, rows_of, generate_kwargs)
+                own = partial(lambda memory, rows, _: memory.rows(rows), memory)
+                answers += self._answers(range(len(memory)), texts, batch_size, own, generate_kwargs)
         if join == LIKELIEST:
             answers = [[max(of_question, key=lambda answer: answer[1]) for of_question in zip(*answers, strict=True)]]
         reads_one = bool(join) or (inputs["reads_one"] and len(answers) == 1)
@@ -489,10 +486,6 @@ class ContextCompressionQAPipeline(Pipeline):
     def _pad_token_id(self) -> int | None:
         pad = self.tokenizer.pad_token_id
         return self.tokenizer.eos_token_id if pad is None else pad
-
-
-def _rows_of(memory: CompressedContext, rows: list[int], text: dict[str, Tensor]) -> CompressedContext:
-    return memory.rows(rows)
 
 
 def _check_documents(texts: Sequence[Any]) -> None:

@@ -38,7 +38,7 @@ def decoder_document_ids(
     document: str | Sequence[str],
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Return a document's ids for `full_context_ids`: what opens a text is the prompt's, or a task token follows."""
+    """Return a document's ids for `question_ids`: what opens a text is the prompt's, or a task token follows."""
     passages = cut_passages(passages_ids(config, tokenizer, [document])[0], max_tokens)
     opening = 0 if config.task_token_ids else len(context_opening(config, tokenizer))
     return [token for passage in passages for token in passage[opening:]]
@@ -84,28 +84,27 @@ def cut_passages(
 
 
 def question_ids(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, question: str, prompt: str | None = None
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    question: str,
+    prompt: str | None = None,
+    document_ids: Sequence[int] | None = None,
 ) -> list[int]:
-    """Return the token ids that stand between a memory and the answer.
+    """Return the token ids that stand between a memory and the answer, or those of a question behind a whole document.
 
     Returns:
         The start token, [LM] where the method has it and else BOS or nothing, as its configuration says, and the
         prompt; in a chat the filled template around it, without what the memory stands for.
     """
-    head, tail = _around_document(config, tokenizer, question, prompt)
+    prompt = config.question_prompt if prompt is None else prompt
+    if prompt.count("{question}") != 1:
+        raise ValueError(f"`prompt` must hold {{question}} exactly once, got {prompt!r}")
+    # str.format would trip over braces inside the question.
+    ids = prompt_ids(tokenizer, [prompt.replace("{question}", question)], config.prompt_format)
+    head, tail = start_ids(config, tokenizer, ids.head), ids.turns[0]
+    if document_ids is not None:
+        return _with_document(config, tokenizer, head, document_ids, tail)
     return tail if config.opens_context else [*head, *tail]
-
-
-def full_context_ids(
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    document_ids: Sequence[int],
-    question: str,
-    prompt: str | None = None,
-) -> list[int]:
-    """Return the ids of a question behind the whole document, as a checkpoint's decoder reads it without a memory."""
-    head, tail = _around_document(config, tokenizer, question, prompt)
-    return _with_document(config, tokenizer, head, document_ids, tail)
 
 
 def _with_document(
@@ -119,18 +118,6 @@ def _with_document(
         # As the collator has it in training: the task token stands behind the document.
         return [*document_ids, *head, *tail]
     return [*(head or [start_token_id(tokenizer)]), *document_ids, *tail]
-
-
-def _around_document(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, question: str, prompt: str | None
-) -> tuple[list[int], list[int]]:
-    """What stands in front of a document or its slots, and behind it."""
-    prompt = config.question_prompt if prompt is None else prompt
-    if prompt.count("{question}") != 1:
-        raise ValueError(f"`prompt` must hold {{question}} exactly once, got {prompt!r}")
-    # str.format would trip over braces inside the question.
-    ids = prompt_ids(tokenizer, [prompt.replace("{question}", question)], config.prompt_format)
-    return start_ids(config, tokenizer, ids.head), ids.turns[0]
 
 
 def start_ids(
@@ -174,9 +161,7 @@ def message_ids(
             messages = messages[0]["content"]
     if isinstance(messages, str):
         plain = kept_text_tokenizer(tokenizer) if config.task_token_ids else tokenizer
-        if document_ids is not None:
-            return full_context_ids(config, plain, document_ids, messages)
-        return question_ids(config, plain, messages)
+        return question_ids(config, plain, messages, document_ids=document_ids)
     if not messages:
         raise ValueError("`messages` is empty: give a question, or messages with `role` and `content`")
     if messages[-1]["role"] != "user":

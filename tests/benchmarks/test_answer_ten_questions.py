@@ -13,7 +13,7 @@ from context_compressors.demo import load
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.modeling.parts.chat_template import opening_ids
-from context_compressors.modeling.parts.prompting import full_context_ids, question_ids
+from context_compressors.modeling.parts.prompting import question_ids
 
 CHAT = (
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
@@ -55,7 +55,7 @@ def test_answers_from_a_kept_cache_are_those_of_generate(script, checkpoint: Pat
     page = benchmark.page_of(pipe, 300, QUESTIONS, 6)
     memory, asked = None, {}
     if ratio is None:
-        rows = [full_context_ids(config, tokenizer, page, question) for question in QUESTIONS]
+        rows = [question_ids(config, tokenizer, question, document_ids=page) for question in QUESTIONS]
     else:
         memory = model.compress(torch.tensor([page]), ratio=ratio)
         rows, asked = [question_ids(config, tokenizer, question) for question in QUESTIONS], {"memory": memory}

@@ -8,7 +8,7 @@ import torch
 
 from context_compressors import CompressedContext, ContextCompressionQAPipeline
 from context_compressors.modeling.parts.chat_template import opening_ids, prompt_ids
-from context_compressors.modeling.parts.prompting import full_context_ids, message_ids, question_ids
+from context_compressors.modeling.parts.prompting import message_ids, question_ids
 from context_compressors.modeling.parts.text_ids import encode, text_tokenizer
 from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.compression_collator import CompressionCollator
@@ -120,7 +120,7 @@ def test_generation_writes_what_the_plain_model_writes(method_cases, tokenizer):
 
 def test_the_reader_of_the_whole_text_sees_the_template(method_cases, tokenizer):
     config = chat_model(method_cases, tokenizer).config
-    ids = full_context_ids(config, tokenizer, encode(tokenizer, DOCUMENT), "Who?")
+    ids = question_ids(config, tokenizer, "Who?", document_ids=encode(tokenizer, DOCUMENT))
     assert ids == templated(tokenizer, ONE_TURN)
     for messages in CONVERSATIONS:
         ids = message_ids(config, tokenizer, messages, encode(tokenizer, DOCUMENT))
