@@ -128,7 +128,8 @@ class CorpusCompressor:
             raise ValueError(f"the batch has no column {missing[0]!r}; its columns are {sorted(batch)}")
         ids, texts = list(map(str, batch["id"])), list(batch[self.text_column])
         described = list(batch.get("metadata", [None] * len(ids)))
-        tables, order, errors = [], [], {}
+        tables, order = [], []
+        errors: dict[int, str] = {}
         for rows, result in self.compress(texts):
             if isinstance(result, Exception):
                 errors |= dict.fromkeys(rows, f"{type(result).__name__}: {result}")

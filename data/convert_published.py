@@ -152,7 +152,8 @@ def _rows(entry: PublishedSet, split: str, source: str | None) -> Iterator[Mappi
     paths = [] if source is None else list(map(Path, matching_paths(str(Path(source).expanduser()))))
     if source is not None and not paths:
         raise ValueError(f"there is no file {source}")
-    for path in paths or [None]:
+    places: list[Path | None] = [*paths] or [None]
+    for path in places:
         records = _hub_records(entry, split) if path is None else read_records(path)
         # Shown in a terminal alone.
         counted = tqdm(records, unit="row", desc=entry.title, disable=None)

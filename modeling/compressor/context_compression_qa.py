@@ -399,11 +399,11 @@ class ContextCompressionQAPipeline(Pipeline):
         else:
             may_be_asked_again = inputs["memories"] is not None or len(questions) > 1
             for memory in self._memories(inputs, join, ratio, allow_untrained_ratio):
-                texts: Any = questions
+                asked: Any = questions
                 if may_be_asked_again:
-                    memory, texts = self.read_slots.read(memory, questions)
+                    memory, asked = self.read_slots.read(memory, questions)
                 own = partial(lambda memory, rows, _: memory.rows(rows), memory)
-                answers += self._answers(range(len(memory)), texts, batch_size, own, generate_kwargs)
+                answers += self._answers(range(len(memory)), asked, batch_size, own, generate_kwargs)
         if join == LIKELIEST:
             answers = [[max(of_question, key=lambda answer: answer[1]) for of_question in zip(*answers, strict=True)]]
         reads_one = bool(join) or (inputs["reads_one"] and len(answers) == 1)

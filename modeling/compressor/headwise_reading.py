@@ -104,7 +104,7 @@ def pairs_by_head(memory: CompressedContext, is_packed: bool = False) -> list[li
     for first in range(0, num_heads, per_layer):
         if is_packed:
             parts = [slice(row[first], row[first + per_layer]) for row in starts]
-            both = (torch.cat([states[row, part] for row, part in enumerate(parts)]) for states in flat)
+            both: Any = (torch.cat([states[row, part] for row, part in enumerate(parts)]) for states in flat)
             most = max(max(row[first : first + per_layer]) for row in of_rows)
             layers.append([PackedPairs(*both, counts[:, first : first + per_layer].flatten(), most)])
             continue

@@ -98,6 +98,7 @@ def slots_as_key_values(backbone: Any, memory: CompressedContext, first: Sequenc
         first: token ids that stand in front of the slots, and in front of the new memory's.
     """
     num_rows, device = memory.batch_size, memory.device
+    slots: Any = memory.embeddings
     ids = torch.tensor([list(first)] * num_rows, dtype=torch.long, device=device)
     # As `first_inputs` has it: contexts of the enhanced layout start at position 1.
     shift = max(0, len(first) - 1) if memory.position_layout == "enhanced" else len(first)
@@ -105,7 +106,7 @@ def slots_as_key_values(backbone: Any, memory: CompressedContext, first: Sequenc
     positions = torch.cat([positions, memory.position_ids + shift], dim=1)
     mask = torch.cat([torch.ones_like(ids), memory.attention_mask], dim=1)
     inputs: dict[str, Any] = {
-        "inputs_embeds": torch.cat([backbone._embed_text(ids), memory.embeddings], dim=1),
+        "inputs_embeds": torch.cat([backbone._embed_text(ids), slots], dim=1),
         "attention_mask": mask,
         "position_ids": positions * mask,
     }
@@ -127,7 +128,10 @@ def _row_alone(memory: CompressedContext) -> CompressedContext:
     """A row of a batch in tensors of its own, without the pads behind it."""
     real = slice(int(memory.num_slots))
     pairs = tuple((keys[:, :, real].clone(), values[:, :, real].clone()) for keys, values in memory.key_values or ())
-    fields = {"attention_mask": memory.attention_mask[:, real], "position_ids": memory.position_ids[:, real]}
+    fields: dict[str, Any] = {
+        "attention_mask": memory.attention_mask[:, real],
+        "position_ids": memory.position_ids[:, real],
+    }
     return replace(memory, check=False, key_values=pairs, **fields)
 
 
