@@ -1659,7 +1659,7 @@ def decoder_document_ids(
     document: str | Sequence[str],
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Return a document's ids for `full_context_ids`: what opens a text is the prompt's, or a task token follows."""
+    """Return a document's ids for `question_ids`: what opens a text is the prompt's, or a task token follows."""
     passages = cut_passages(passages_ids(config, tokenizer, [document])[0], max_tokens)
     opening = 0 if config.task_token_ids else len(context_opening(config, tokenizer))
     return [token for passage in passages for token in passage[opening:]]
@@ -1705,23 +1705,22 @@ def cut_passages(
 
 
 def question_ids(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, question: str, prompt: str | None = None
-) -> list[int]:
-    """Return the token ids that stand between a memory and the answer."""
-    head, tail = _around_document(config, tokenizer, question, prompt)
-    return tail if config.opens_context else [*head, *tail]
-
-
-def full_context_ids(
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
-    document_ids: Sequence[int],
     question: str,
     prompt: str | None = None,
+    document_ids: Sequence[int] | None = None,
 ) -> list[int]:
-    """Return the ids of a question behind the whole document, as a checkpoint's decoder reads it without a memory."""
-    head, tail = _around_document(config, tokenizer, question, prompt)
-    return _with_document(config, tokenizer, head, document_ids, tail)
+    """Return the token ids that stand between a memory and the answer, or those of a question behind a whole document."""
+    prompt = config.question_prompt if prompt is None else prompt
+    if prompt.count("{question}") != 1:
+        raise ValueError(f"`prompt` must hold {{question}} exactly once, got {prompt!r}")
+    # str.format would trip over braces inside the question.
+    ids = prompt_ids(tokenizer, [prompt.replace("{question}", question)], config.prompt_format)
+    head, tail = start_ids(config, tokenizer, ids.head), ids.turns[0]
+    if document_ids is not None:
+        return _with_document(config, tokenizer, head, document_ids, tail)
+    return tail if config.opens_context else [*head, *tail]
 
 
 def _with_document(
@@ -1735,18 +1734,6 @@ def _with_document(
         # As the collator has it in training: the task token stands behind the document.
         return [*document_ids, *head, *tail]
     return [*(head or [start_token_id(tokenizer)]), *document_ids, *tail]
-
-
-def _around_document(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, question: str, prompt: str | None
-) -> tuple[list[int], list[int]]:
-    """What stands in front of a document or its slots, and behind it."""
-    prompt = config.question_prompt if prompt is None else prompt
-    if prompt.count("{question}") != 1:
-        raise ValueError(f"`prompt` must hold {{question}} exactly once, got {prompt!r}")
-    # str.format would trip over braces inside the question.
-    ids = prompt_ids(tokenizer, [prompt.replace("{question}", question)], config.prompt_format)
-    return start_ids(config, tokenizer, ids.head), ids.turns[0]
 
 
 def start_ids(
@@ -1778,9 +1765,7 @@ def message_ids(
             messages = messages[0]["content"]
     if isinstance(messages, str):
         plain = kept_text_tokenizer(tokenizer) if config.task_token_ids else tokenizer
-        if document_ids is not None:
-            return full_context_ids(config, plain, document_ids, messages)
-        return question_ids(config, plain, messages)
+        return question_ids(config, plain, messages, document_ids=document_ids)
     if not messages:
         raise ValueError("`messages` is empty: give a question, or messages with `role` and `content`")
     if messages[-1]["role"] != "user":
@@ -3441,6 +3426,7 @@ class ReadSlots:
 def slots_as_key_values(backbone: Any, memory: CompressedContext, first: Sequence[int]) -> CompressedContext:
     """Return a memory of embeddings as the keys and values that the decoder gives it."""
     num_rows, device = memory.batch_size, memory.device
+    slots: Any = memory.embeddings
     ids = torch.tensor([list(first)] * num_rows, dtype=torch.long, device=device)
     # As `first_inputs` has it: contexts of the enhanced layout start at position 1.
     shift = max(0, len(first) - 1) if memory.position_layout == "enhanced" else len(first)
@@ -3448,7 +3434,7 @@ def slots_as_key_values(backbone: Any, memory: CompressedContext, first: Sequenc
     positions = torch.cat([positions, memory.position_ids + shift], dim=1)
     mask = torch.cat([torch.ones_like(ids), memory.attention_mask], dim=1)
     inputs: dict[str, Any] = {
-        "inputs_embeds": torch.cat([backbone._embed_text(ids), memory.embeddings], dim=1),
+        "inputs_embeds": torch.cat([backbone._embed_text(ids), slots], dim=1),
         "attention_mask": mask,
         "position_ids": positions * mask,
     }
@@ -3470,7 +3456,10 @@ def _row_alone(memory: CompressedContext) -> CompressedContext:
     """A row of a batch in tensors of its own, without the pads behind it."""
     real = slice(int(memory.num_slots))
     pairs = tuple((keys[:, :, real].clone(), values[:, :, real].clone()) for keys, values in memory.key_values or ())
-    fields = {"attention_mask": memory.attention_mask[:, real], "position_ids": memory.position_ids[:, real]}
+    fields: dict[str, Any] = {
+        "attention_mask": memory.attention_mask[:, real],
+        "position_ids": memory.position_ids[:, real],
+    }
     return replace(memory, check=False, key_values=pairs, **fields)
 
 
@@ -3971,9 +3960,7 @@ class ContextCompressionQAPipeline(Pipeline):
         if messages is None:
             questions, asks_one = _as_list("question", question)
             check_texts("question", questions)
-            if document is not None:
-                return [full_context_ids(config, tokenizer, document, text, prompt) for text in questions], asks_one
-            return [question_ids(config, tokenizer, text, prompt) for text in questions], asks_one
+            return [question_ids(config, tokenizer, text, prompt, document) for text in questions], asks_one
         if prompt is not None:
             raise ValueError("`prompt` is what a `question` stands in: leave it out beside `messages`")
         conversations, _ = _as_list("messages", messages)
@@ -4009,11 +3996,11 @@ class ContextCompressionQAPipeline(Pipeline):
         else:
             may_be_asked_again = inputs["memories"] is not None or len(questions) > 1
             for memory in self._memories(inputs, join, ratio, allow_untrained_ratio):
-                texts: Any = questions
+                asked: Any = questions
                 if may_be_asked_again:
-                    memory, texts = self.read_slots.read(memory, questions)
-                rows, rows_of = range(len(memory)), partial(_rows_of, memory)
-                answers += self._answers(rows, texts, batch_size, rows_of, generate_kwargs)
+                    memory, asked = self.read_slots.read(memory, questions)
+                own = partial(lambda memory, rows, _: memory.rows(rows), memory)
+                answers += self._answers(range(len(memory)), asked, batch_size, own, generate_kwargs)
         if join == LIKELIEST:
             answers = [[max(of_question, key=lambda answer: answer[1]) for of_question in zip(*answers, strict=True)]]
         reads_one = bool(join) or (inputs["reads_one"] and len(answers) == 1)
@@ -4093,10 +4080,6 @@ class ContextCompressionQAPipeline(Pipeline):
     def _pad_token_id(self) -> int | None:
         pad = self.tokenizer.pad_token_id
         return self.tokenizer.eos_token_id if pad is None else pad
-
-
-def _rows_of(memory: CompressedContext, rows: list[int], text: dict[str, Tensor]) -> CompressedContext:
-    return memory.rows(rows)
 
 
 def _check_documents(texts: Sequence[Any]) -> None:

@@ -104,9 +104,9 @@ def pairs_by_head(memory: CompressedContext, is_packed: bool = False) -> list[li
     for first in range(0, num_heads, per_layer):
         if is_packed:
             parts = [slice(row[first], row[first + per_layer]) for row in starts]
-            both: Any = (torch.cat([states[row, part] for row, part in enumerate(parts)]) for states in flat)
+            keys, values = (torch.cat([states[row, part] for row, part in enumerate(parts)]) for states in flat)
             most = max(max(row[first : first + per_layer]) for row in of_rows)
-            layers.append([PackedPairs(*both, counts[:, first : first + per_layer].flatten(), most)])
+            layers.append([PackedPairs(keys, values, counts[:, first : first + per_layer].flatten(), most)])
             continue
         places = [(row, head) for row in range(len(of_rows)) for head in range(first, first + per_layer)]
         if len(of_rows) == 1:
