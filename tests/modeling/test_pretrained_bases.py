@@ -251,18 +251,3 @@ def test_the_tokenizer_is_the_published_one(smollm2_base):
     assert tokenizer.tokenize("It's 2026: I'll see") == tokens
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert len(tokenizer) == 49152
-
-
-@pytest.mark.slow
-def test_it_answers_in_its_chat_template(smollm2_base):
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_base)
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    model = AutoModelForCausalLM.from_pretrained(smollm2_base, dtype=torch.float32)
-    inputs = tokenizer(text, return_tensors="pt")
-    output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    assert "Paris" in tokenizer.decode(output[0, inputs.input_ids.shape[1] :])
