@@ -134,7 +134,7 @@ def test_a_file_of_a_later_version_is_refused(tmp_path, monkeypatch):
 
 
 def write_anyhow(path, memory, monkeypatch, **metadata):
-    """What `save` refuses, in a file whose checksum is right."""
+    """Write what `save` refuses, in a file whose checksum is right."""
     with monkeypatch.context() as patch:
         patch.setattr(CompressedContext, "validate", lambda *args, **kwargs: None)
         memory.model_id = memory.model_id or "nobody"

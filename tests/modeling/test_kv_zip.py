@@ -225,7 +225,7 @@ def test_heads_are_read_as_if_all_were_padded_to_the_fullest(name, method_cases,
 
 
 def naive_flash(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, **kwargs):
-    """What the library's flash attention computes, from its mask of two dimensions or from lengths."""
+    """Compute the library's flash attention from its mask of two dimensions or from lengths."""
     if cu_seq_lens_q is not None:
         assert (attention_mask, kwargs["sliding_window"]) == (None, None)
         # What no sequence has is never written.

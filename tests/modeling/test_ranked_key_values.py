@@ -88,7 +88,7 @@ def test_scorers_rank_and_while_they_learn_the_attention_of_the_second_reading_d
 
 @pytest.mark.slow
 def test_scorers_learn_by_the_squared_error_of_each_row(ranked, random_rows, pad_rows):
-    """And everything else by the loss of the text alone. Rows count as their targets do, which are equally many."""
+    """Everything else learns by the loss of the text alone. Rows count as their targets do, which are equally many."""
     rows = random_rows([13, 5, 0])
     ids, mask = pad_rows(rows)
     text = ids_of(6, seed=1).expand(3, -1)
