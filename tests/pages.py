@@ -32,7 +32,11 @@ DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # The first one is README's.
-CHECKPOINTS = ("smollm2-135m-instruct-ranked-key-values", "smollm2-135m-instruct-mean-pooling")
+CHECKPOINTS = (
+    "smollm2-135m-instruct-ranked-key-values",
+    "smollm2-135m-instruct-mean-pooling",
+    "smollm2-135m-instruct-icae",
+)
 SCORES = ROOT / "benchmarks" / "smollm2"
 # The first checkpoint's answers to the questions of the second.
 IN_COMMON = "questions_in_common"
@@ -226,30 +230,30 @@ def score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
     for name, rows in scores.items():
         link = f"[{name}](checkpoints/{name}/README.md), {rows['no_context']['num_samples']:,} questions"
         for kind, title in _READ.items():
-            conditions = ["no_context", "full_context"] if kind == "ratio" else []
-            body.append(_line(title.format(name=link), rows, [*conditions, *(f"{kind}={n}" for n in _RATIOS)]))
+            bounds = ["no_context", "full_context"] if kind == "ratio" else ["", ""]
+            body.append(_line(title.format(name=link), rows, [*bounds, *(f"{kind}={n}" for n in _RATIOS)]))
         if name == CHECKPOINTS[1]:
             title = f"{CHECKPOINTS[0]}, the same questions"
-            body.append(_line(title, scores_of(IN_COMMON), [f"ratio={ratio}" for ratio in _RATIOS]))
+            body.append(_line(title, scores_of(IN_COMMON), ["", "", *(f"ratio={ratio}" for ratio in _RATIOS)]))
         body += _sizes(name, rows)
     return markdown_table(["F1", "no context", "full text", *(f"{ratio}x" for ratio in _RATIOS)], body)
 
 
 def _line(title: str, rows: Mapping[str, Mapping[str, Any]], conditions: Sequence[str]) -> list[str]:
-    f1 = [f"{rows[condition]['metrics']['f1']:.1f}" for condition in conditions]
-    return [title, *[""] * (2 + len(_RATIOS) - len(f1)), *f1]
+    return [title, *(f"{rows[name]['metrics']['f1']:.1f}" if name in rows else "" for name in conditions)]
 
 
 def _sizes(name: str, rows: Mapping[str, Any]) -> list[list[str]]:
     """Return two lines, what is stored and what is read: of no context, of the full text, and at each ratio."""
     tokens = rows["full_context"]["costs"]["decoder_positions"] - rows["no_context"]["costs"]["decoder_positions"]
-    costs = [rows[f"ratio={ratio}"]["costs"] for ratio in _RATIOS]
+    costs = [rows[f"ratio={ratio}"]["costs"] for ratio in _RATIOS if f"ratio={ratio}" in rows]
     stored = [rows["full_context"]["costs"]["memory_bytes"] / 1000, *(cost["memory_bytes"] / 1000 for cost in costs)]
     read = [tokens, *(cost["slots"] for cost in costs)]
-    return [
+    lines = [
         ["Stored: kB", "", *(f"{size:,.0f}" if size > 10 else f"{size:.1f}" for size in stored)],
         ["Read: positions, kB of KV cache", "", *(f"{n:.0f}, {n * _position_kb(name):,.0f}" for n in read)],
     ]
+    return [[*line, *[""] * (3 + len(_RATIOS) - len(line))] for line in lines]
 
 
 def _position_kb(name: str) -> float:
