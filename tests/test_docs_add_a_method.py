@@ -110,7 +110,9 @@ def test_nothing_but_the_register_knows_the_names_of_methods():
     assert len(files) > 100
     modules = {name for found in files.values() for name in found if own.fullmatch(name)}
     assert modules == set()
-    assert {name for name, found in files.items() if names & found} == {"configuration/methods.py"}
+    # Others' published checkpoints each become those of one method.
+    others = {"modeling/checkpoint/published_formats.py"}
+    assert {name for name, found in files.items() if names & found} - others == {"configuration/methods.py"}
     # Texts may give examples; what lists most methods would have to grow with them.
     lists = re.compile(rf"\b({'|'.join(METHODS)})\b")
     most = {name for name, found in files.items() for part in found if len(set(lists.findall(part))) > 4}
