@@ -104,7 +104,7 @@ class ActivationBeaconConfig(CompressorConfig):
             yield self.chunk_slots(start, ratio), read, -(-read // ratio)
 
     def _fits(self, num_tokens: int, ratio: int) -> bool:
-        """Whether every window has its positions behind the slots of earlier ones."""
+        """Return whether every window has its positions behind the slots of earlier ones."""
         limit, size = max_positions(self.get_encoder_config()), self.window_tokens(ratio)
         # The last full window reaches further than those before it, and perhaps than a short one behind it.
         last_two = max(0, -(-num_tokens // size) - 2) * size

@@ -107,7 +107,7 @@ class AutoCompressorConfig(MemoryTokensConfig):
 
     @property
     def has_frozen_memories(self) -> bool:
-        """Whether this stage changes no memory: LLoCO's."""
+        """Return whether this stage changes no memory: LLoCO's."""
         return self.training_stage == READER
 
     def num_slots(self, num_context_tokens: int, ratio: int) -> int:

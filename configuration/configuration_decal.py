@@ -158,7 +158,7 @@ class DeCALConfig(CompressorConfig):
 
     @property
     def compresses_questions(self) -> bool:
-        """Whether questions are placed in the encoder."""
+        """Return whether questions are placed in the encoder."""
         return self.question_placement == "encoder"
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:

@@ -74,7 +74,7 @@ class MeanPoolingConfig(CompressorConfig):
 
     @property
     def has_encoder(self) -> bool:
-        """Whether hidden states are pooled, and not token embeddings."""
+        """Return whether hidden states are pooled, and not token embeddings."""
         return self.encoder_type == "language_model"
 
     @property

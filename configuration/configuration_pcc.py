@@ -66,7 +66,7 @@ class PCCConfig(MemoryTokensConfig):
 
     @property
     def bos_before_task_token(self) -> bool:
-        """Whether BOS stands in front of [AE], too, from where it moves in front of the slots."""
+        """Return whether BOS stands in front of [AE], too, from where it moves in front of the slots."""
         return self.bos_before_slots
 
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:

@@ -58,7 +58,7 @@ class SnapKVConfig(KeyValueSelectionConfig):
 
     @property
     def compresses_questions(self) -> bool:
-        """Whether a context is compressed together with its question, so that a memory answers no other one."""
+        """Return whether a context is compressed together with its question, so that a memory answers no other one."""
         return self.question_placement == "encoder"
 
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:

@@ -73,7 +73,7 @@ class CorpusJob:
             yield from (row for row, is_there in zip(block, stored, strict=True) if not is_there)
 
     def compressor(self, device: str = "auto") -> CorpusCompressor:
-        """What a worker runs; `ValueError` where it makes memories of another form than those of the store."""
+        """Return a worker's compressor; `ValueError` where the store has memories of another form."""
         compressor = CorpusCompressor(self.model, self.ratio, **{"device": device, **self.options})
         store = MemoryStore.find(self.store)
         if store is not None:

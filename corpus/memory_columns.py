@@ -97,7 +97,7 @@ class MemoryForm:
 
     @property
     def is_key_values(self) -> bool:
-        """Whether keys and values carry the memories."""
+        """Return whether keys and values carry the memories."""
         return len(self.shape) > 1
 
     @property

@@ -151,7 +151,7 @@ def without_blanks(column: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
 
 
 def has_value(column: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
-    """Which rows of a column have a value: no null or NaN, no blank text, no empty list."""
+    """Return which rows of a column have a value: no null or NaN, no blank text, no empty list."""
     if is_list(column.type):
         filled = pyarrow.compute.greater(pyarrow.compute.list_value_length(column), 0)
     elif is_text(column.type):
@@ -212,7 +212,7 @@ def with_columns(table: pyarrow.Table, columns: Mapping[str, pyarrow.ChunkedArra
 
 
 def has_column(table: pyarrow.Table, name: str) -> bool:
-    """Whether a table has a column, or with dots the part of one, of structs or lists of structs."""
+    """Return whether a table has a column, or with dots the part of one, of structs or lists of structs."""
     if name not in table.column_names and name.partition(".")[0] not in table.column_names:
         return False
     try:

@@ -156,12 +156,12 @@ class FileSource:
         return [self.texts(task).document_id(row), *source_ids(named)]
 
     def ends(self, task: str, row: int) -> bool:
-        """Whether the text that a task reads of a row comes to the end of a document, see `ends_as_source`."""
+        """Return whether the text that a task reads of a row comes to the end of a document, see `ends_as_source`."""
         named = self.value("source_texts", row) if "source_texts" in self.columns else None
         return not named or ends_as_source(_as_text(self.value(self._column_of_task[task], row) or ""), named)
 
     def target_ends(self, row: int) -> bool:
-        """Whether a row's answer or summary is whole: a teacher's may have been cut at its limit."""
+        """Return whether a row's answer or summary is whole: a teacher's may have been cut at its limit."""
         return "finished" not in self.columns or self.value("finished", row) is not False
 
     def cut_rows(self, task: str) -> list[int]:

@@ -114,12 +114,12 @@ def wilson_interval(num_right: int, number: int) -> tuple[float, float]:
 
 
 def is_lower_better(metric: str) -> bool:
-    """Whether a lower score is the better one."""
+    """Return whether a lower score is the better one."""
     return metric.endswith("perplexity")
 
 
 def helps(metric: str, full: float, none: float) -> bool:
-    """Whether the score `full` is better than `none`: only then a share of the difference means something."""
+    """Return whether the score `full` is better than `none`: only then a share of the difference means something."""
     return full < none if is_lower_better(metric) else full > none
 
 

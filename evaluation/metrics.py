@@ -200,7 +200,7 @@ class BertScorer:
 
 @dataclass(frozen=True)
 class BenchmarkMetric:
-    """How a benchmark scores an answer of one of its tasks.
+    """A benchmark's metric for the answers to one of its tasks.
 
     Source: LongBench (Bai et al., 2024), Table 1, and its `metrics.py`; RULER (Hsieh et al., 2024), section 4, and its
     `eval/synthetic/constants.py`.
@@ -256,7 +256,7 @@ def _rouge_l(prediction: str, answer: str) -> float:
 
 
 def _share_of_numbers(prediction: str, number: str) -> float:
-    """How many of the numbers in an output are the right one."""
+    """Return the share of the numbers in an output that are the right one."""
     found = re.findall(r"\d+", prediction)
     return found.count(number) / len(found) if found else 0.0
 

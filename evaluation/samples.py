@@ -171,7 +171,7 @@ class SampleBuilder:
         return kept
 
     def _has_tokens(self, text: str, number: int) -> bool:
-        """Whether a text has so many tokens; of a book, its beginning tells."""
+        """Return whether a text has so many tokens; of a book, its beginning tells."""
         beginning = text[: _LETTERS_PER_TOKEN * number]
         return len(encode(self.tokenizer, beginning)) >= number or (
             beginning != text and len(encode(self.tokenizer, text)) >= number

@@ -67,7 +67,7 @@ class Condition:
     budget_ratio: int | None = None
 
     def serves(self, task: str) -> bool:
-        """Whether the condition says anything about a task."""
+        """Return whether the condition says anything about a task."""
         return self.selection is None or task in TASKS_OF_ALTERNATIVE[self.selection]
 
 

@@ -251,7 +251,7 @@ def _scores(report: EvaluationReport) -> list[Score]:
 
 
 def _costs(row: EvaluationRow, metric: str) -> dict[str, str]:
-    """What a score retains of the full context's, and what a memory holds."""
+    """Return the retention of a score and the size of its memory."""
     costs = {}
     if row.retention is not None and metric == row.main_metric:
         costs["retention, %"] = f"{row.retention:.0f}"

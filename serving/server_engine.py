@@ -57,7 +57,7 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """Return whether nobody waits for it any more."""
         return self.is_cancelled or time.monotonic() > self.arrived + self.seconds
 
     def send(self, event: Any) -> None:
@@ -106,7 +106,7 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether jobs are run."""
+        """Return whether jobs are run."""
         return self._thread.is_alive() and not self.is_closing
 
     def submit(self, job: Job) -> None:

@@ -65,7 +65,7 @@ class ProcessMemories:
             return self._memories[memory_id][1] if memory_id in self._memories else None
 
     def delete(self, memory_id: str) -> bool:
-        """Whether there was such a memory, which is gone now."""
+        """Return whether there was such a memory, which is gone now."""
         with self._lock:
             kept = self._memories.pop(memory_id, None)
             self.nbytes -= 0 if kept is None else _size(kept)
@@ -122,7 +122,7 @@ class StoredMemories:
             return self.store.texts([memory_id])[memory_id] if found else None
 
     def delete(self, memory_id: str) -> bool:
-        """Whether there was such a memory, which is gone now."""
+        """Return whether there was such a memory, which is gone now."""
         with self._lock:
             self.store.refresh()
             (found,) = self.store.contains([memory_id])

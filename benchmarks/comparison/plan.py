@@ -199,7 +199,7 @@ class Comparison:
         return self.entry(name).get("memory_dtype", "bfloat16")
 
     def trains(self, name: str) -> bool:
-        """Whether a system of the family is trained at all."""
+        """Return whether a system of the family is trained at all."""
         return self.table["family"][name].get("trains", True)
 
     def _differs_by_seed(self, name: str) -> bool:

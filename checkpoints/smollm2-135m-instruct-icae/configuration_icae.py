@@ -401,7 +401,7 @@ class CompressorConfig(PreTrainedConfig):
 
     @property
     def has_frozen_memories(self) -> bool:
-        """Whether this stage of a training changes no memory: the decoder's own adapter alone trains."""
+        """Return whether this stage of a training changes no memory: the decoder's own adapter alone trains."""
         return False
 
     @property
@@ -412,12 +412,12 @@ class CompressorConfig(PreTrainedConfig):
 
     @property
     def bos_before_task_token(self) -> bool:
-        """Whether BOS stands in front of a task token behind slots, too."""
+        """Return whether BOS stands in front of a task token behind slots, too."""
         return False
 
     @property
     def compresses_questions(self) -> bool:
-        """Whether a context is compressed together with its question, so that a memory answers no other one."""
+        """Return whether a context is compressed together with its question, so that a memory answers no other one."""
         return False
 
     @property
@@ -449,7 +449,7 @@ class CompressorConfig(PreTrainedConfig):
 
     @property
     def has_encoder(self) -> bool:
-        """Whether a language model reads the context."""
+        """Return whether a language model reads the context."""
         return True
 
     @property
@@ -493,7 +493,7 @@ class CompressorConfig(PreTrainedConfig):
         return bisect_left(range(1, _ENDLESS), True, key=lambda num_tokens: not self._fits(num_tokens, ratio))
 
     def _fits(self, num_tokens: int, ratio: int) -> bool:
-        """Whether a context has its positions in the encoder, and its memory tokens."""
+        """Return whether a context has its positions in the encoder, and its memory tokens."""
         longest_chunk = num_tokens if self.chunk_size is None else min(self.chunk_size, num_tokens)
         appended = self.chunk_memory_tokens(longest_chunk, ratio)
         if self.num_memory_tokens is not None and appended > self.num_memory_tokens:

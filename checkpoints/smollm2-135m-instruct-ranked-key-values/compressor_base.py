@@ -691,7 +691,7 @@ def pack(
 
 
 def reads_falling_ids_as_packed(config: Any, batch_size: int) -> bool:
-    """Whether the attention would take one row whose position ids fall somewhere for several packed rows."""
+    """Return whether the attention would take one row whose position ids fall somewhere for several packed rows."""
     return batch_size == 1 and "flash" in (config._attn_implementation or "")
 
 
@@ -1946,7 +1946,7 @@ _SOMETIMES = ("embeddings", "scales", "inverse_frequencies", "question_fingerpri
 
 
 def text_source(place: str, text: str) -> str:
-    """Where a text is and the hash of its UTF-8, as a memory's `source` has both: "PLACE sha256:HEX"."""
+    """Return a text's place and the hash of its UTF-8, the form of a memory's `source`: "PLACE sha256:HEX"."""
     return f"{place} sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
@@ -2100,7 +2100,7 @@ _ID_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, tor
 
 
 def is_memory(value: Any) -> bool:
-    """Whether it is a `CompressedContext`: this package's, or that of a model which brings its own code."""
+    """Return whether it is a `CompressedContext`: this package's, or that of a model which brings its own code."""
     return any(kind.__name__ == "CompressedContext" for kind in type(value).__mro__)
 
 
@@ -2914,7 +2914,7 @@ class Chunks:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are no pads."""
+        """Return whether there are no pads."""
         return min(self.lengths) == self.input_ids.shape[1]
 
 
@@ -3390,7 +3390,7 @@ def inverse_frequencies(backbone: PreTrainedModel) -> Tensor | None:
 
 
 def _turns_all_layers(config: Any) -> bool:
-    """Whether the keys of all layers have rotary positions, with the same angles."""
+    """Return whether the keys of all layers have rotary positions, with the same angles."""
     # 1 for a layer with rotary positions.
     if 0 in (getattr(config, "no_rope_layers", None) or ()):
         return False
@@ -3544,7 +3544,7 @@ def _row_alone(memory: CompressedContext) -> CompressedContext:
 
 
 def _row_digest(row: CompressedContext, first: Sequence[int]) -> bytes:
-    """What a row's slots are known by: their values and places."""
+    """Return a digest of the values and places of a row's slots."""
     real = slice(int(row.num_slots))
     digest = hashlib.sha256(f"{row.model_id}{row.position_layout}{list(first)}".encode())
     tensors: list[Any] = [row.embeddings, row.position_ids]
@@ -4413,7 +4413,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return f"{self.config.model_type}:{self._fingerprint[1]}-{settings_fingerprint(self.config)}"
 
     def made(self, memory: CompressedContext) -> bool:
-        """Whether a memory is this model's, or nothing tells whose it is."""
+        """Return whether a memory is this model's, or nothing tells whose it is."""
         name = memory.model_id
         if name and not self.training:
             return name == self.model_id

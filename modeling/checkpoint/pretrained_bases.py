@@ -164,7 +164,7 @@ def find_base(name: str | os.PathLike) -> tuple[str | os.PathLike, str | None, s
 
 
 def base_place(name: str | None) -> str | None:
-    """What to load a language model or tokenizer from that was named on a command line or in a recipe."""
+    """Return the place to load a language model or tokenizer from that a command line or a recipe names."""
     if (
         name is not None
         and not os.path.isdir(name)

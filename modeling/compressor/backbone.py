@@ -280,7 +280,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return f"{self.config.model_type}:{self._fingerprint[1]}-{settings_fingerprint(self.config)}"
 
     def made(self, memory: CompressedContext) -> bool:
-        """Whether a memory is this model's, or nothing tells whose it is.
+        """Return whether a memory is this model's, or nothing tells whose it is.
 
         A memory that was made in training mode has no name, but knows its model for as long as that exists.
         """

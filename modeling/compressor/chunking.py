@@ -49,7 +49,7 @@ class Chunks:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are no pads."""
+        """Return whether there are no pads."""
         return min(self.lengths) == self.input_ids.shape[1]
 
 

@@ -136,7 +136,7 @@ def _row_alone(memory: CompressedContext) -> CompressedContext:
 
 
 def _row_digest(row: CompressedContext, first: Sequence[int]) -> bytes:
-    """What a row's slots are known by: their values and places."""
+    """Return a digest of the values and places of a row's slots."""
     real = slice(int(row.num_slots))
     digest = hashlib.sha256(f"{row.model_id}{row.position_layout}{list(first)}".encode())
     tensors: list[Any] = [row.embeddings, row.position_ids]

@@ -155,7 +155,7 @@ def inverse_frequencies(backbone: PreTrainedModel) -> Tensor | None:
 
 
 def _turns_all_layers(config: Any) -> bool:
-    """Whether the keys of all layers have rotary positions, with the same angles."""
+    """Return whether the keys of all layers have rotary positions, with the same angles."""
     # 1 for a layer with rotary positions.
     if 0 in (getattr(config, "no_rope_layers", None) or ()):
         return False

@@ -29,7 +29,7 @@ _SOMETIMES = ("embeddings", "scales", "inverse_frequencies", "question_fingerpri
 
 
 def text_source(place: str, text: str) -> str:
-    """Where a text is and the hash of its UTF-8, as a memory's `source` has both: "PLACE sha256:HEX"."""
+    """Return a text's place and the hash of its UTF-8, the form of a memory's `source`: "PLACE sha256:HEX"."""
     return f"{place} sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 

@@ -16,7 +16,7 @@ _ID_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, tor
 
 
 def is_memory(value: Any) -> bool:
-    """Whether it is a `CompressedContext`: this package's, or that of a model which brings its own code."""
+    """Return whether it is a `CompressedContext`: this package's, or that of a model which brings its own code."""
     return any(kind.__name__ == "CompressedContext" for kind in type(value).__mro__)
 
 

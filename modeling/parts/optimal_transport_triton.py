@@ -22,7 +22,7 @@ _MOST_SPREAD = tl.constexpr(30.0)
 
 
 def fits(num_senders: int, num_receivers: int) -> bool:
-    """Whether a window is small enough for the kernels."""
+    """Return whether a window is small enough for the kernels."""
     return triton.next_power_of_2(num_senders) * triton.next_power_of_2(num_receivers) <= _MOST_ENTRIES
 
 

@@ -142,7 +142,7 @@ def pack(
 
 
 def reads_falling_ids_as_packed(config: Any, batch_size: int) -> bool:
-    """Whether the attention would take one row whose position ids fall somewhere for several packed rows.
+    """Return whether the attention would take one row whose position ids fall somewhere for several packed rows.
 
     FlashAttention does so for a batch of one row without a pad: it drops a mask of ones, and then looks at the ids. A
     pad in front of the row keeps the mask.
