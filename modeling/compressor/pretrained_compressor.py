@@ -17,7 +17,15 @@ from transformers import initialization as init
 from transformers.utils import logging
 
 from ...configuration.configuration_compressor import CompressorConfig
-from ..checkpoint.base_weights import DECODER_BASE, ENCODER_BASE, own_modules, remember_base, share_weights
+from ..checkpoint.base_weights import (
+    DECODER_BASE,
+    ENCODER_BASE,
+    base_record,
+    own_modules,
+    own_name,
+    remember_base,
+    share_weights,
+)
 from ..checkpoint.checkpoints import link_base, load_checkpoint, save_checkpoint, upload_checkpoint
 from ..checkpoint.from_base import start_from_base
 from ..checkpoint.peft_adapters import put_adapter_on
@@ -344,6 +352,15 @@ class CompressorPreTrainedModel(PreTrainedModel):
         if pretrained_model_name_or_path is None:
             return load(None, *args, **kwargs)
         return load_checkpoint(cls, load, pretrained_model_name_or_path, places, args, kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load as in torch; frozen weights of the base, which light checkpoints leave out, do not count as missing."""
+        result, record = super().load_state_dict(state_dict, strict=strict, assign=assign), base_record(self)
+        if record is not None:
+            trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+            missing = [key for key in result.missing_keys if key in trained or own_name(key) not in record.sums]
+            result = result._replace(missing_keys=missing)
+        return result
 
     def save_pretrained(
         self,

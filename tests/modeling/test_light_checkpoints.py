@@ -7,7 +7,15 @@ import shutil
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModel, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+from safetensors.torch import save_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
 from context_compressors import DeCALForConditionalGeneration
 from context_compressors.modeling.checkpoint.base_weights import base_name
@@ -146,8 +154,24 @@ def test_a_missing_encoder_is_named(method_cases, tmp_path, local_hub, start_lig
 # --- what is stored ---
 
 
-@pytest.mark.slow
-@torch.no_grad()
+def test_a_trainer_that_resumes_names_only_weights_that_are_missing(
+    method_cases, tmp_path, local_hub, start_light, caplog
+):
+    model = start_light(method_cases["mean_pooling"], local_hub)
+    model.save_pretrained(tmp_path / "light")
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), report_to=[]))
+    trainer._load_from_checkpoint(tmp_path / "light")
+    assert not caplog.records
+    weights = stored(tmp_path / "light")
+    weights["stranger"] = weights.pop("model.slot_projection.weight")
+    save_file(weights, tmp_path / "light" / "model.safetensors")
+    trainer._load_from_checkpoint(tmp_path / "light")
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [
+        "['model.slot_projection.weight'].",
+        "['stranger'].",
+    ]
+
+
 def test_base_weights_that_have_trained_are_stored_even_when_frozen_again(
     method_cases, inputs, tmp_path, local_hub, start_light
 ):
