@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,8 @@ def sinkhorn(
     again.
 
     Half types are computed in float32, and costs that differ by more than 30 `epsilon` within a row in float64; there
-    differences above 250 `epsilon` count as these.
+    differences above 250 `epsilon` count as these. On a GPU one Triton kernel runs all float32 iterations of a window
+    on the chip, where Triton is installed and the window is small enough.
 
     Args:
         cost: Shape `(..., num_senders, num_receivers)`, floating point.
@@ -63,10 +65,11 @@ def sinkhorn(
         target_mass.to(dtype).reshape(-1, cost.shape[-1]),
     ]
     settings = Settings(float(epsilon), num_iterations)
+    solver = _solver_for(tensors[0])
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        plan = _Sinkhorn.apply(*tensors, settings)
+        plan = _Sinkhorn.apply(*tensors, settings, solver)
     else:
-        plan, _ = _solve(*tensors, settings, False)
+        plan, _ = solver.solve(*tensors, settings, False)
     return plan.to(cost.dtype).reshape(cost.shape)
 
 
@@ -85,20 +88,35 @@ class Settings(NamedTuple):
     num_iterations: int
 
 
+class Solver(NamedTuple):
+    """The two directions of an implementation, over `(num_windows, num_senders, num_receivers)`.
+
+    `solve(cost, source_mass, target_mass, settings, keep_history)` returns the plan and each iteration's receiver
+    scalings `(num_windows, 1 + num_iterations, num_receivers)`, or `None`. `gradients(grad_plan, cost, source_mass,
+    target_mass, history, settings)` returns the gradients of the three.
+    """
+
+    solve: Callable[..., tuple[Tensor, Tensor | None]]
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
 class _Sinkhorn(torch.autograd.Function):
     """All iterations as one operation."""
 
     @staticmethod
-    def forward(ctx: Any, cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: Settings) -> Tensor:
-        plan, history = _solve(cost, source_mass, target_mass, settings, True)
+    def forward(
+        ctx: Any, cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: Settings, solver: Solver
+    ) -> Tensor:
+        plan, history = solver.solve(cost, source_mass, target_mass, settings, True)
         ctx.save_for_backward(cost, source_mass, target_mass, history)
-        ctx.settings = settings
+        ctx.settings, ctx.solver = settings, solver
         return plan
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_plan: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(grad_plan, *ctx.saved_tensors, ctx.settings), None
+        gradients = ctx.solver.gradients(grad_plan, *ctx.saved_tensors, ctx.settings)
+        return *gradients, None, None
 
 
 def _solve(
@@ -132,6 +150,9 @@ def _gradients(
             ):
                 grad[block] = (grad_log / mass).masked_fill_(mass <= 0, 0)
     return grads[0], grads[1], grads[2]
+
+
+_TORCH_SOLVER = Solver(_solve, _gradients)
 
 
 class _Problem(NamedTuple):
@@ -231,3 +252,17 @@ def _blocks(cost: Tensor) -> Iterator[slice]:
         size = max(1, _BLOCK_ENTRIES // (num_senders * num_receivers))
     for start in range(0, num_windows, size):
         yield slice(start, start + size)
+
+
+def _solver_for(cost: Tensor) -> Solver:
+    if cost.is_cuda and cost.dtype == torch.float32 and _has_triton():
+        from .optimal_transport_triton import fits, fused_gradients, fused_solve
+
+        if fits(cost.shape[1], cost.shape[2]):
+            return Solver(fused_solve, fused_gradients)
+    return _TORCH_SOLVER
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
