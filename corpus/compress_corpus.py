@@ -30,17 +30,13 @@ _ROWS_AT_ONCE = 10_000
 
 @dataclass(frozen=True)
 class CorpusJob:
-    """What is compressed, how, and where to.
+    """A collection, its compressor and its store, whose rows are left out.
 
     Args:
         inputs: see [`corpus_parts`].
-        store: the store's place; rows whose ids it has are left out.
-        model: Hub id or folder of a compressor.
-        ratio: context tokens per slot.
-        columns: names of the inputs' columns.
         batch_size: rows that a worker takes at once.
-        commit_seconds: how long what is done waits until it is written, at the most, on one machine.
-        commit_bytes: bytes that are written as one version; the last one of a run has fewer.
+        commit_seconds: after which rows are written, at the latest, on one machine.
+        commit_bytes: bytes that are written as one version.
         options: further arguments of [`CorpusCompressor`].
     """
 
@@ -83,15 +79,7 @@ class CorpusJob:
 
 @dataclass
 class CorpusReport:
-    """What has been done.
-
-    Args:
-        num_rows: rows that are in the store now, and were not before.
-        num_tokens: context tokens that were compressed.
-        failures: rows that are not: their ids, and why.
-        seconds: time it took.
-        num_there: rows that were left out, since the store has their ids.
-    """
+    """Rows and tokens that were stored, ids and reasons of rows that failed, and rows that the store had already."""
 
     num_rows: int = 0
     num_tokens: int = 0

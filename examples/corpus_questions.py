@@ -51,7 +51,7 @@ def main() -> None:
         pyarrow.parquet.write_table(pyarrow.table({"text": chunks}), pages)
         seconds = {"compress": time.perf_counter()}
         command = [str(pages), "--model", arguments.model, "--store", place, "--ratio", str(arguments.ratio)]
-        if cli.main(["compress-corpus", *command, "--dtype", "float32"]):
+        if cli.main(["compress-corpus", *command, "--config", "{dtype: float32}"]):
             raise SystemExit(1)
         seconds = {"compress": time.perf_counter() - seconds["compress"], "search": 0.0, "memories": 0.0, "text": 0.0}
         pipe = CorpusCompressor(arguments.model, dtype="float32").pipe

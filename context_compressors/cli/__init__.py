@@ -10,23 +10,26 @@ from collections.abc import Sequence
 from .. import __version__
 from ..configuration.nearest_names import nearest
 
-# Name -> one line of help. The module of its first word is imported when the command is called, and what loads torch
-# only when its arguments are read. The function is called `main`, or as the second word.
+# Name -> its module, imported when the command is called, and one line of help. What loads torch is imported when its
+# arguments are read. The function has the name's last word.
 _COMMANDS = {
-    "train": "train a compressor (or a teacher) as a recipe says",
-    "fit": "make a compressor of any language model in minutes, without training it",
-    "data": "write a published data set as Parquet in the columns that training and evaluation read",
-    "evaluate": "score a checkpoint beside no context and full context; needles, RULER, retrieval",
-    "compare": "tell whether a condition or system is better than another on the same questions",
-    "compress": "read documents once, and keep each as a memory file",
-    "compress-corpus": "compress a collection into a store, with many processes or machines; go on after a fault",
-    "ask": "answer questions from memory files or documents",
-    "serve": "serve memories and the chat that reads them: OpenAI's API, a page to try them on, files for agents",
-    "demo": "answer questions about five pages in the terminal",
-    "convert": "make a checkpoint of this package from a published one of another code base",
-    "publish card": "write a checkpoint's card from its training run and its evaluation",
-    "publish upload": "build a Hub repository from a checkpoint, and push it",
-    "publish export-decoder": "write the decoder as a plain language model or LoRA adapter, for vLLM and others",
+    "train": ("train", "train a compressor (or a teacher) as a recipe says"),
+    "fit": ("fit", "make a compressor of any language model in minutes, without training it"),
+    "data": ("data", "write a published data set as Parquet in the columns that training and evaluation read"),
+    "evaluate": ("evaluate", "score a checkpoint beside no context and full context; needles, RULER, retrieval"),
+    "compare": ("compare", "tell whether a condition or system is better than another on the same questions"),
+    "compress": ("compress", "read documents once, and keep each as a memory file"),
+    "compress-corpus": ("compress_corpus", "compress a collection into a store, with many processes or machines"),
+    "ask": ("compress", "answer questions from memory files or documents"),
+    "serve": ("serve", "serve memories and the chat that reads them: OpenAI's API, a page, files for agents"),
+    "demo": ("serve", "answer questions about five pages in the terminal"),
+    "convert": ("convert", "make a checkpoint of this package from a published one of another code base"),
+    "publish card": ("publish", "write a checkpoint's card from its training run and its evaluation"),
+    "publish upload": ("publish", "build a Hub repository from a checkpoint, and push it"),
+    "publish export-decoder": (
+        "publish",
+        "write the decoder as a language model or LoRA adapter, for vLLM and others",
+    ),
 }
 
 _OPTIONS = ("--help", "--version", "--traceback")
@@ -44,7 +47,7 @@ code an error came from, instead of its message alone."""
 
 def _help() -> str:
     width = max(map(len, _COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, text in _COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items()]
     return "\n".join(
         [
             "usage: context-compressors [--help] [--version] [--traceback] COMMAND ...",
@@ -87,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind, allowed = ("option", _OPTIONS) if name.startswith("-") else ("command", _COMMANDS)
         print(f"context-compressors: error: unknown {kind} {name!r}{nearest(name, allowed)}", file=sys.stderr)
         return 2
-    module, _, function = name.replace("-", "_").partition(" ")
-    command = vars(importlib.import_module(f".{module}", __package__))[function or "main"]
+    module, function = _COMMANDS[name][0], name.split()[-1].replace("-", "_")
+    command = vars(importlib.import_module(f".{module}", __package__))[function]
     try:
         return command(rest)
     except (ValueError, TypeError, OSError, ImportError) as error:

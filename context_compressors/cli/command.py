@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a command is defined: its words, its arguments, those that several commands share, and what it runs."""
+"""Define commands: their parser, the arguments that several of them share, and checks of these."""
 
 from __future__ import annotations
 
@@ -42,12 +42,7 @@ def argument(*names: str, **options: Any) -> Argument:
 def command(
     name: str, description: str, *arguments: Argument, examples: str
 ) -> Callable[[Callable[[argparse.Namespace], None]], Callable[..., int]]:
-    """Make a command's `main(argv)` of the function that runs it.
-
-    The function raises `ValueError`, `OSError` or `ImportError` where the user has to change something. What is made
-    of it takes the arguments behind the command's name, `sys.argv[1:]` when `None`, and returns the exit code 0; wrong
-    arguments exit with 2.
-    """
+    """Make a function of `argv` that parses it, exits with 2 for wrong arguments, and else runs the command."""
 
     def define(run: Callable[[argparse.Namespace], None]) -> Callable[..., int]:
         @functools.wraps(run)
@@ -88,11 +83,7 @@ def config_argument(fields: str, example: str) -> Argument:
 
 
 def config_fields(config: str | None, allowed: Iterable[str]) -> dict[str, Any]:
-    """Return the fields of a `--config`, which is YAML, `{name: value}`, or a file of YAML.
-
-    Raises:
-        ValueError: a text that is no YAML, or a field that is not allowed.
-    """
+    """Return the fields of a `--config`: YAML, `{name: value}`, or a file of YAML."""
     if config is None:
         return {}
     is_text = config.lstrip().startswith("{")
@@ -133,11 +124,6 @@ DEVICE = argument(
 DTYPE = argument(
     "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="(default: as saved)"
 )
-TRUST_REMOTE_CODE = argument(
-    "--trust-remote-code",
-    action="store_true",
-    help="allow a checkpoint of a method that this package does not have to run its own code",
-)
 BASE_MODEL = argument(
     "--base-model",
     metavar="MODEL",
@@ -145,7 +131,7 @@ BASE_MODEL = argument(
 )
 MODEL = argument("model", help="folder of a compressor, or its Hub id, also ID@REVISION")
 # Of what loads a compressor.
-LOADING = (BASE_MODEL, TRUST_REMOTE_CODE, DEVICE, DTYPE)
+LOADING = (BASE_MODEL, DEVICE, DTYPE)
 COLUMN = argument(
     "--column", default="context", help="column of .jsonl and .parquet files with the text (default: %(default)s)"
 )

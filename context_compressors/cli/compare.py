@@ -28,7 +28,7 @@ context-compressors compare ours=a0.jsonl ours=a1.jsonl ours=a2.jsonl theirs=b0.
 
 
 def comparisons(systems: Systems, conditions: Sequence[str], metric: str) -> Iterator[tuple[str, str, str, str]]:
-    """Which conditions of which systems are compared: (first system, its condition, second system, its condition).
+    """Yield what is compared: (first system, its condition, second system, its condition).
 
     Of one system, its first condition is compared with each other one; of several, the first system is compared with
     each other one under each condition that both have. Conditions without the metric are left out.
@@ -67,7 +67,7 @@ def _read(values: Sequence[str]) -> dict[tuple[str, str], Systems]:
 
 
 def main_metric(systems: Systems, task: str) -> str:
-    """What a task is compared by: the benchmarks' own score where all samples have it."""
+    """Return the metric that a task is compared by: the benchmarks' own score where all samples have it."""
     from ..evaluation.rows import BENCHMARK_SCORE, MAIN_METRICS
 
     samples = [sample for runs in systems.values() for run in runs for sample in run]
@@ -98,17 +98,12 @@ def _with_interval(value: float, interval: tuple[float, float]) -> str:
         metavar="NAME",
         help="such as ratio=4 bm25=4: of one system the first beside the others, of several each (default: all)",
     ),
-    argument("--metric", metavar="NAME", help="such as f1 (default: each task's main one)"),
     argument("--output", metavar="FILE", help="write the differences as JSON"),
     OVERWRITE,
     examples=_EXAMPLES,
 )
-def main(arguments: argparse.Namespace) -> None:
-    """Run `context-compressors compare`.
-
-    Raises:
-        ValueError, OSError: see `read_answers` and `paired_difference`; there is nothing to compare.
-    """
+def compare(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors compare`."""
     from dataclasses import asdict
 
     from ..evaluation.bootstrap import is_lower_better
@@ -121,7 +116,7 @@ def main(arguments: argparse.Namespace) -> None:
     rows, results, known = [], [], set()
     for (dataset, task), systems in _read(arguments.answers).items():
         known |= {condition for runs in systems.values() for condition in runs[0][0].scores}
-        metric = arguments.metric or main_metric(systems, task)
+        metric = main_metric(systems, task)
         for first, condition, second, other in comparisons(systems, arguments.conditions, metric):
             pair = paired_difference(systems[first], systems[second], metric, condition, other)
             names = (first, second) if first != second else ("", "")

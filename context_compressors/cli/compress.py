@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`context-compressors compress MODEL DOCUMENT ...`: documents in, memory files out."""
+"""`context-compressors compress` and `ask`: documents in, memory files out; questions in, answers out."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -59,7 +60,7 @@ cat report.txt | context-compressors compress my-compressor --output memories
     *LOADING,
     examples=_EXAMPLES,
 )
-def main(arguments: argparse.Namespace) -> None:
+def compress(arguments: argparse.Namespace) -> None:
     """Run `context-compressors compress`."""
     if not arguments.documents and sys.stdin.isatty():
         raise ValueError("give documents: files, or text on standard input")
@@ -151,7 +152,7 @@ def _memory_paths(documents: list[Document], ratios: list[int], folder: Path, ov
 def compress_all(
     pipe: ContextCompressionQAPipeline, documents: list[Document], ratios: list[int], max_tokens: int | None
 ) -> Iterator[tuple[int, list[CompressedContext]]]:
-    """Compress documents in batches of similar length, with a progress bar that also moves within a long document."""
+    """Compress documents in batches of similar length; yield the index and the memories of each."""
     from tqdm.auto import tqdm
 
     from ..modeling.parts.length_batches import length_batches
@@ -160,27 +161,12 @@ def compress_all(
     rows = pipe.document_ids([document.text for document in documents], max_tokens)
     report_cut(rows, max_tokens)
     rows = [row[:max_tokens] for row in rows]
-    encoder, end = pipe.model.base_model.encoder_backbone, 0
-    layers = list(getattr(encoder, "layers", [encoder]))
-    options = {"total": sum(map(len, rows)), "desc": "compressing", "unit": "token", "unit_scale": True}
-    with tqdm(**options, disable=not sys.stderr.isatty()) as progress:
-
-        def note(module: Any, inputs: Any, output: Any) -> None:
-            states = output[0] if isinstance(output, (tuple, dict)) else output
-            # Pads and second readings count no more than the documents have tokens.
-            progress.update(min(states.shape[:2].numel() / len(layers), end - progress.n))
-
-        hooks = [layer.register_forward_hook(note) for layer in layers]
-        try:
-            for batch in length_batches([len(row) for row in rows], _BATCH_SIZE):
-                end += sum(len(rows[index]) for index in batch)
-                memories: Any = pipe.compress_ids([rows[index] for index in batch], ratios)
-                for row, index in enumerate(batch):
-                    yield index, [memory.rows(row) for memory in memories]
-                progress.update(end - progress.n)
-        finally:
-            for hook in hooks:
-                hook.remove()
+    with tqdm(total=len(rows), unit="document", disable=None) as progress:
+        for batch in length_batches([len(row) for row in rows], _BATCH_SIZE):
+            memories: Any = pipe.compress_ids([rows[index] for index in batch], ratios)
+            for row, index in enumerate(batch):
+                yield index, [memory.rows(row) for memory in memories]
+            progress.update(len(batch))
 
 
 def report_cut(rows: Sequence[Sequence[int]], limit: int | None) -> None:
@@ -188,3 +174,118 @@ def report_cut(rows: Sequence[Sequence[int]], limit: int | None) -> None:
     num_cut = sum(len(row) > limit for row in rows) if limit else 0
     if num_cut:
         print(f"cut {num_cut} of {len(rows)} documents to their first {limit} tokens", file=sys.stderr)
+
+
+_ASK_EXAMPLES = """
+context-compressors ask my-compressor memories/report.safetensors --question "Who wrote it?"
+context-compressors ask my-compressor report.txt minutes.txt --ratio 8
+context-compressors ask my-compressor report.txt minutes.txt --full-text
+context-compressors ask my-compressor memories/*.safetensors < questions.txt
+"""
+
+
+@command(
+    "ask",
+    "Answer questions from memory files or documents.",
+    MODEL,
+    argument(
+        "sources",
+        nargs="+",
+        help="memory files (.safetensors), and documents, which are compressed first; each is asked, and the "
+        "likeliest answer is printed",
+    ),
+    argument(
+        "--question",
+        action="append",
+        help="a question; give it again for several. Without it, questions are read line by line from standard input",
+    ),
+    argument(
+        "--ratio",
+        type=positive_int,
+        metavar="R",
+        help="context tokens per slot, of documents and of memory files that hold it",
+    ),
+    argument(
+        "--full-text",
+        action="store_true",
+        help="compress nothing: answer from the documents' own tokens, which is what slots are measured by",
+    ),
+    argument(
+        "--max-new-tokens", type=positive_int, default=64, help="longest answer in tokens (default: %(default)s)"
+    ),
+    COLUMN,
+    MAX_TOKENS,
+    *LOADING,
+    examples=_ASK_EXAMPLES,
+)
+def ask(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors ask`."""
+    if "-" in arguments.sources and not arguments.question:
+        raise ValueError("standard input is a document here, so that questions must be given with --question")
+    is_memory = [source.endswith(MEMORY_SUFFIX) for source in arguments.sources]
+    if arguments.full_text and (arguments.ratio or any(is_memory)):
+        raise ValueError("--full-text reads documents, not memory files, and at no --ratio")
+    for source in itertools.compress(arguments.sources, is_memory):
+        if not Path(source).is_file():
+            raise ValueError(f"there is no memory file {source}")
+    documents = {
+        source: read_documents([source], arguments.column)
+        for source, memory in zip(arguments.sources, is_memory, strict=True)
+        if not memory
+    }
+    pipe = load_pipeline(arguments, [arguments.ratio] if documents else [])
+    if pipe.model.config.compresses_questions or arguments.full_text:
+        read = _documents_alone(pipe, documents, arguments)
+    else:
+        read = {"memory": _gather_memories(pipe, documents, arguments)}
+    for question in arguments.question or _questions():
+        answer = pipe(question, **read, join="likeliest", max_new_tokens=arguments.max_new_tokens)
+        print(answer["answer"], flush=True)
+
+
+def _documents_alone(
+    pipe: ContextCompressionQAPipeline, documents: dict[str, list[Document]], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """The pipeline's arguments for documents without memories: their full text, or one that is compressed with a
+    question."""
+    if any(source not in documents for source in arguments.sources):
+        pipe.check_serves_memories("so that memory files are not asked: give a document")
+    texts = [document.text for source in arguments.sources for document in documents[source]]
+    pipe.check_max_tokens(arguments.max_tokens)
+    report_cut(pipe.document_ids(texts, arguments.max_tokens), arguments.max_tokens)
+    return {
+        "context": texts,
+        "full_text": arguments.full_text,
+        "ratio": arguments.ratio,
+        "max_tokens": arguments.max_tokens,
+    }
+
+
+def _gather_memories(
+    pipe: ContextCompressionQAPipeline, documents: dict[str, list[Document]], arguments: argparse.Namespace
+) -> list[CompressedContext]:
+    """The memories of all sources, in the order given."""
+    ratios = [arguments.ratio or pipe.model.config.default_ratio]
+    memories: list[CompressedContext] = []
+    for source in arguments.sources:
+        if source in documents:
+            texts = documents[source]
+            compressed = dict(compress_all(pipe, texts, ratios, arguments.max_tokens))
+            memories.extend(compressed[index][0] for index in range(len(texts)))
+        else:
+            memory = pipe.load_memory(source)
+            memories.append(memory if arguments.ratio is None else memory.at_ratio(arguments.ratio))
+    return memories
+
+
+def _questions() -> Iterator[str]:
+    """Questions from standard input, one a line, until it ends."""
+    is_terminal = sys.stdin.isatty()
+    while True:
+        if is_terminal:
+            print("question> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()

@@ -11,24 +11,15 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .command import (
-    DEVICE,
-    DTYPE,
-    MAX_TOKENS,
-    argument,
-    command,
-    config_argument,
-    config_fields,
-    positive_int,
-)
+from .command import argument, command, config_argument, config_fields, positive_int
 
 if TYPE_CHECKING:
     from ..corpus.compress_corpus import CorpusReport
 
 # Fields of a job, of its columns and of `CorpusCompressor`, and where failed rows are listed.
 _OF_JOB = ("batch_size", "commit_seconds", "commit_bytes")
-_LOADING = ("revision", "base_model", "trust_remote_code")
-_OF_COMPRESSOR = ("batch_tokens", "keep_texts", "memory_dtype", "allow_untrained_ratio", *_LOADING)
+_LOADING = ("device", "dtype", "revision", "base_model")
+_OF_COMPRESSOR = ("batch_tokens", "max_tokens", "keep_texts", "memory_dtype", "allow_untrained_ratio", *_LOADING)
 _CONFIG = (*_OF_JOB, *_OF_COMPRESSOR, "metadata", "failures")
 
 _EXAMPLES = """
@@ -52,13 +43,7 @@ context-compressors compress-corpus rajpurkar/squad:validation --column context 
     ),
     argument("--model", required=True, help="Hub id or folder of a compressor"),
     argument("--store", required=True, help="the store, a folder or an address such as s3://bucket/pages.lance"),
-    argument(
-        "--ratio",
-        type=positive_int,
-        required=True,
-        metavar="R",
-        help="context tokens per slot",
-    ),
+    argument("--ratio", type=positive_int, required=True, metavar="R", help="context tokens per slot"),
     argument("--column", default="text", help="with the text, of files of rows (default: %(default)s)"),
     argument(
         "--id-column", metavar="COLUMN", help="with the rows' ids (default: the file's name and the row's number)"
@@ -72,15 +57,12 @@ context-compressors compress-corpus rajpurkar/squad:validation --column context 
         metavar="N",
         help="processes with a model each (default: one for each GPU, or a single one, with all cores)",
     ),
-    MAX_TOKENS,
     config_argument(
         f"rare settings: {', '.join(_CONFIG)} (failed rows; default: STORE.failed.jsonl)", "{memory_dtype: int4}"
     ),
-    DEVICE,
-    DTYPE,
     examples=_EXAMPLES,
 )
-def main(arguments: argparse.Namespace) -> None:
+def compress_corpus(arguments: argparse.Namespace) -> None:
     """Run `context-compressors compress-corpus`."""
     from ..corpus.compress_corpus import CorpusJob, compress_locally, compress_with_ray
     from ..corpus.corpus_rows import CorpusColumns
@@ -91,14 +73,13 @@ def main(arguments: argparse.Namespace) -> None:
     import_lance()
     if not fields.get("allow_untrained_ratio"):
         check_ratios(arguments.model, [arguments.ratio])
-    options = {name: vars(arguments)[name] for name in ("max_tokens", "dtype")}
     job = CorpusJob(
         tuple(arguments.inputs),
         arguments.store,
         arguments.model,
         arguments.ratio,
         CorpusColumns(arguments.column, arguments.id_column, tuple(fields.get("metadata", ()))),
-        options=options | {name: fields[name] for name in _OF_COMPRESSOR if name in fields},
+        options={name: fields[name] for name in _OF_COMPRESSOR if name in fields},
         **{name: fields[name] for name in _OF_JOB if name in fields},
     )
     # A store with an address has its file in the working folder.
@@ -108,7 +89,7 @@ def main(arguments: argparse.Namespace) -> None:
         # Asked for when the file of failures can be written.
         reports: Iterable[CorpusReport] = (compress_with_ray(job, arguments.workers) for _ in range(1))
     else:
-        reports = compress_locally(job, _devices(arguments))
+        reports = compress_locally(job, _devices(fields.get("device"), arguments.workers))
     total = _follow(reports, path)
     speed = f"{total.num_tokens / max(total.seconds, 1e-9):,.0f} tokens/s"
     print(
@@ -125,15 +106,15 @@ def main(arguments: argparse.Namespace) -> None:
         )
 
 
-def _devices(arguments: argparse.Namespace) -> list[str]:
-    """Where each worker computes."""
+def _devices(device: str | None, workers: int | None) -> list[str]:
+    """Return the device of each worker."""
     import torch
 
-    if arguments.device != "auto" or not torch.accelerator.is_available():
-        return ["cpu" if arguments.device == "auto" else arguments.device] * (arguments.workers or 1)
+    if device is not None or not torch.accelerator.is_available():
+        return [device or "cpu"] * (workers or 1)
     kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]  # there is one
     count = torch.accelerator.device_count()
-    return [f"{kind}:{worker % count}" for worker in range(arguments.workers or count)]
+    return [f"{kind}:{worker % count}" for worker in range(workers or count)]
 
 
 def _follow(reports: Iterable[CorpusReport], path: str) -> CorpusReport:
@@ -147,7 +128,7 @@ def _follow(reports: Iterable[CorpusReport], path: str) -> CorpusReport:
     # It can be written, and what an earlier run wrote there stays until this one has begun.
     open(path, "a", encoding="utf-8").close()
     first = next(reports, CorpusReport())
-    with open(path, "w", encoding="utf-8") as file, tqdm(unit="row", disable=not sys.stderr.isatty()) as progress:
+    with open(path, "w", encoding="utf-8") as file, tqdm(unit="row", disable=None) as progress:
         for report in chain([first], reports):
             total += report
             for name, error in report.failures:

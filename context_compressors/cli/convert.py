@@ -21,9 +21,9 @@ context-compressors convert mistral_7b_ft_icae.safetensors icae --base mistralai
     argument("--base", metavar="MODEL", help="Hub id or folder of the language model, where the checkpoint lacks it"),
     examples=_EXAMPLES,
 )
-def main(arguments: argparse.Namespace) -> None:
-    """Run `context-compressors convert`; `ValueError` as `published_formats.convert`."""
-    from ..modeling.checkpoint.published_formats import convert
+def convert(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors convert`."""
+    from ..modeling.checkpoint import published_formats
 
-    found = convert(arguments.name, arguments.output, arguments.base)
+    found = published_formats.convert(arguments.name, arguments.output, arguments.base)
     print(f"wrote {arguments.output}, of the format {found}")

@@ -29,7 +29,7 @@ context-compressors data mediasum mediasum_test.parquet --split test --source Me
     OVERWRITE,
     examples=_EXAMPLES,
 )
-def main(arguments: argparse.Namespace) -> None:
+def data(arguments: argparse.Namespace) -> None:
     """Run `context-compressors data`."""
     from ..data.convert_published import convert
     from ..data.published_sets import PUBLISHED_SETS

@@ -80,13 +80,7 @@ def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings
 def _load(name: str, arguments: argparse.Namespace, base_model: str | None) -> PreTrainedModel:
     from .loading import load_model
 
-    return load_model(
-        name,
-        base_model=base_model,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    return load_model(name, base_model=base_model, dtype=arguments.dtype, device=arguments.device)
 
 
 def _datasets(arguments: argparse.Namespace, settings: EvaluationSettings, tokenizer: Any) -> list[EvaluationDataset]:
@@ -152,7 +146,7 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
         earlier = EvaluationReport.load(arguments.output)
     plots, *others = arguments.plots or [None]
     others = [EvaluationReport.load(path) for path in others]
-    tokenizer = tokenizer_from_place(arguments.model, trust_remote_code=arguments.trust_remote_code)
+    tokenizer = tokenizer_from_place(arguments.model)
     datasets = _datasets(arguments, settings, tokenizer)
     model = _load(arguments.model, arguments, arguments.base_model)
     compresses, num_parameters = can_compress(model), model.num_parameters()
@@ -302,12 +296,8 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
     *LOADING,
     examples=_EXAMPLES,
 )
-def main(arguments: argparse.Namespace) -> None:
-    """Run `context-compressors evaluate`.
-
-    Raises:
-        ValueError, TypeError, OSError, ImportError: see `evaluate_model`, `load_model` and `load_datasets`.
-    """
+def evaluate(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors evaluate`."""
     tasks = arguments.tasks = list(map(as_spelled_now, arguments.tasks))
     for task in tasks:
         check_choice("task", task, (*TASKS, *_OF_TEXTS, _RETRIEVAL))

@@ -51,27 +51,19 @@ _CHUNK_SIZE, _CONTEXT_TOKENS = 2048, 1024
     ),
     examples=_EXAMPLES,
 )
-def main(arguments: argparse.Namespace) -> None:
-    """Run `context-compressors fit`.
-
-    Raises:
-        ValueError, OSError, ImportError: whatever `train` refuses.
-    """
+def fit(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors fit`."""
     from transformers import AutoConfig
 
-    from ..data.sources import short_form
-    from ..data.yaml_text import parse_yaml
+    from ..data.sources import source_fields
     from ..modeling.checkpoint.pretrained_bases import base_place
     from ..training.arguments import ModelArguments
     from ..training.loading import load_tokenizer
     from ..training.run_record import check_output_dir
-    from ..training.train import main as train
+    from ..training.train import main
 
     check_output_dir(arguments.output, arguments.overwrite)
-    sources = [
-        parse_yaml(entry, f"the source {entry!r}") if entry.lstrip().startswith("{") else short_form(entry)
-        for entry in arguments.data
-    ]
+    sources = list(map(source_fields, arguments.data))
     tokenizer = load_tokenizer(ModelArguments(base=arguments.base))
     config = AutoConfig.from_pretrained(base_place(arguments.base)).get_text_config()
     chunk_size = min(_CHUNK_SIZE, config.to_dict().get("max_position_embeddings", 2 * _CHUNK_SIZE) // 2)
@@ -93,5 +85,5 @@ def main(arguments: argparse.Namespace) -> None:
     if tokenizer.chat_template is None:
         # Documents stand in front of questions, in plain words.
         fields |= {"prompts": "null", "prompt_format": "plain"}
-    train([_RECIPE, *(word for name, value in fields.items() for word in (f"--{name}", str(value)))])
+    main([_RECIPE, *(word for name, value in fields.items() for word in (f"--{name}", str(value)))])
     print(f"{arguments.output}: ask it with `context-compressors ask {arguments.output} FILE --question ...`")

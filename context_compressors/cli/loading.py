@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command import check_device
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,47 +17,31 @@ if TYPE_CHECKING:
 def load_pipeline(arguments: argparse.Namespace, ratios: Sequence[int | None] = ()) -> ContextCompressionQAPipeline:
     """Load the compressor that a command's arguments name, after a look at the ratios that it is asked for."""
     check_ratios(arguments.model, ratios)
-    options = {name: vars(arguments)[name] for name in ("trust_remote_code", "device", "dtype", "base_model")}
-    model, tokenizer = load_compressor(arguments.model, **options)
+    model, tokenizer = load_compressor(arguments.model, arguments.device, arguments.dtype, arguments.base_model)
     return model.question_answering(tokenizer)
 
 
 def load_compressor(
-    name: str,
-    trust_remote_code: bool = False,
-    device: str = "auto",
-    dtype: str = "auto",
-    base_model: str | None = None,
+    name: str, device: str = "auto", dtype: str = "auto", base_model: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a compressor and its tokenizer for inference; where texts say "[LM]" or such, these are characters.
 
     Args:
         name: folder, or Hub id, with a branch, tag or commit behind an @ where it is not the main one.
-        trust_remote_code: allow a checkpoint of a method that this package does not have to run its own code.
         device: where to put it; "auto" takes an accelerator if there is one.
         dtype: "auto" (as saved), "float32", "bfloat16" or "float16".
         base_model: where the base of a light checkpoint is, Hub id or folder, if not where the checkpoint says.
 
     Raises:
-        ValueError: no such device or checkpoint, no compressor, or one whose code is not trusted.
+        ValueError: no such checkpoint, or none of this package's methods.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     from ..modeling.checkpoint.pretrained_bases import load_from_place, tokenizer_from_place
     from ..modeling.parts.text_ids import text_tokenizer
 
-    check_device(device)
-    from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
-
     place, revision = _revision_of(name)
-    method = _fields_of_compressor(name)["model_type"]
-    # This package's own methods run this package's code, whatever the checkpoint brings along.
-    is_ours = method in CONFIG_MAPPING
-    if not is_ours and not trust_remote_code:
-        raise ValueError(f"{name} has a method of its own, {method!r}: read its code, then pass --trust-remote-code")
-    trusts = not is_ours
-    model = load_from_place(place, base_model=base_model, revision=revision, dtype=dtype, trust_remote_code=trusts)
-    tokenizer = tokenizer_from_place(place, revision=revision, trust_remote_code=trusts)
+    _fields_of_compressor(name)
+    model = load_from_place(place, base_model=base_model, revision=revision, dtype=dtype)
+    tokenizer = tokenizer_from_place(place, revision=revision)
     model = model.to(default_device() if device == "auto" else device).eval()
     return model, text_tokenizer(tokenizer) if model.config.task_token_ids else tokenizer
 
@@ -68,15 +50,12 @@ def check_ratios(name: str, ratios: Sequence[int | None]) -> None:
     """Refuse a `--ratio` that a compressor does not have, before its weights are loaded; `None` is its own."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
     from ..configuration.field_checks import ratio_tuple
 
     fields = _fields_of_compressor(name)
-    trained, method = sorted(ratio_tuple(fields["compression_ratios"])), fields["model_type"]
-    if method in CONFIG_MAPPING and not CONFIG_MAPPING[method].is_trained:
-        return
+    trained = sorted(ratio_tuple(fields["compression_ratios"]))
     for ratio in ratios:
-        if ratio not in (*trained, None):
+        if CONFIG_MAPPING[fields["model_type"]].is_trained and ratio not in (*trained, None):
             raise ValueError(f"--ratio {ratio}: {name} was trained for the ratios {trained}")
 
 
@@ -90,7 +69,9 @@ def _revision_of(name: str) -> tuple[str, str | None]:
 
 def _fields_of_compressor(name: str) -> dict[str, Any]:
     from transformers import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
     from ..modeling.checkpoint.pretrained_bases import naming_broken
 
     place, revision = _revision_of(name)
@@ -99,8 +80,14 @@ def _fields_of_compressor(name: str) -> dict[str, Any]:
             fields, _ = PreTrainedConfig.get_config_dict(place, revision=revision)
     except OSError as error:
         raise ValueError(f"there is no model {name!r}: {error}") from error
+    if "model_type" not in fields:
+        raise ValueError(f"there is no model {name!r}: its config.json cannot be read, or names no `model_type`")
     if "compression_ratios" not in fields:
-        raise ValueError(f"{name} is a model of type {fields.get('model_type')!r}, not a context compressor")
+        raise ValueError(f"{name} is a model of type {fields['model_type']!r}, not a context compressor")
+    if fields["model_type"] not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{name} has the unknown method {fields['model_type']!r}: load it with its own code, in Python"
+        )
     return fields
 
 
@@ -110,20 +97,18 @@ def load_model(
     base_model: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
-    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a compressor, a language model, or a folder with an adapter that PEFT or TRL saved, merged into its base.
 
     Arguments as for `load_compressor`; `base_model` is also the base of an adapter.
     """
-    # Importing the models registers them, so that our own checkpoints need no remote code.
-    from .. import modeling  # noqa: F401
+    from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
     from ..modeling.checkpoint.pretrained_bases import load_from_place
 
     if Path(name, "adapter_config.json").is_file():
         model = _load_adapter(name, base_model, dtype)
     else:
-        model = load_from_place(name, base_model=base_model, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = load_from_place(name, base_model=base_model, dtype=dtype)
     return model.to(default_device() if device == "auto" else device)
 
 
@@ -158,7 +143,7 @@ def _load_adapter(folder: str, base_model: str | None, dtype: str) -> PreTrained
 
 
 def default_device() -> str:
-    """What a model runs on when no device is named: an accelerator, such as "cuda", or "cpu"."""
+    """Return the device of a model when none is named: an accelerator, such as "cuda", or "cpu"."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

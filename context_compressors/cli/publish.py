@@ -39,7 +39,7 @@ context-compressors publish card outputs/icae --scores generated.json books.json
 """,
 )
 def card(arguments: argparse.Namespace) -> None:
-    """Run `context-compressors publish card`; `ValueError` as `write_card`."""
+    """Run `context-compressors publish card`."""
     from ..hub_cards.cards import write_card
 
     path = write_card(
@@ -59,7 +59,6 @@ def card(arguments: argparse.Namespace) -> None:
     argument("checkpoint", help="folder of the checkpoint"),
     argument("repository", help="repository on the Hub, such as me/my-compressor"),
     argument("--dry-run", action="store_true", help="show the files and their sizes, and open no connection"),
-    argument("--output", metavar="FOLDER", help="keep the repository's folder there"),
     argument(
         "--weights",
         default="saved",
@@ -94,7 +93,7 @@ def upload(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = build_repository(
             arguments.checkpoint,
-            arguments.output or Path(scratch) / "repository",
+            scratch,
             weights=arguments.weights,
             base_model=arguments.base_model,
             license=arguments.license,

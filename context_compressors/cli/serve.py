@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`context-compressors serve MODEL`: memories, the chat that reads them and a page, over HTTP or to an agent."""
+"""`context-compressors serve` and `demo`: memories, the chat that reads them and a page, over HTTP or to an agent."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ context-compressors serve my-compressor --mcp notes
     *LOADING,
     examples=_EXAMPLES,
 )
-def main(arguments: argparse.Namespace) -> None:
+def serve(arguments: argparse.Namespace) -> None:
     """Run `context-compressors serve`, until Ctrl-C."""
     if arguments.mcp is not None:
         from ..serving.mcp_server import create_mcp_server
@@ -84,3 +86,29 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.host not in _LOOPBACK and settings.api_key is None:
         print(f"whoever reaches {arguments.host} can use this server: --api-key asks for a key", file=sys.stderr)
     run(app, arguments.host, arguments.port, settings.grace)
+
+
+@command(
+    "demo",
+    "Answer questions about five pages in the terminal, from their text and from memories of it. With a checkpoint as "
+    "its first argument, open the page of `context-compressors serve`, whose options it takes.",
+    examples="""
+context-compressors demo
+context-compressors demo my-compressor --port 7860
+""",
+)
+def _terminal(arguments: argparse.Namespace) -> None:
+    from transformers.utils import logging
+
+    from ..demo import run
+
+    logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        # Notices of the libraries to their own developers would hide what the demo shows.
+        warnings.simplefilter("ignore", FutureWarning)
+        run()
+
+
+def demo(argv: Sequence[str]) -> int:
+    """Run the demo in the terminal, or serve the page of the checkpoint that the first argument names."""
+    return serve(argv) if argv and not argv[0].startswith("-") else _terminal(argv)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -31,18 +30,10 @@ def build_parser() -> NearestNameParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `context-compressors train`; returns the exit status.
-
-    Args:
-        argv: the arguments after the command's name; `sys.argv[1:]` when None.
-
-    Raises:
-        ValueError: a recipe, field or value that is not allowed, or that does not go with the others.
-    """
-    argv = list(sys.argv[1:] if argv is None else argv)
+def train(argv: Sequence[str]) -> int:
+    """Run `context-compressors train`; returns the exit status."""
     if not argv or {"-h", "--help"}.intersection(argv):
         build_parser().parse_args(["--help"])
-    from ..training.train import main_of_process as train
+    from ..training.train import main_of_process
 
-    return train(argv)
+    return main_of_process(argv)

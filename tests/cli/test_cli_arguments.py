@@ -9,7 +9,6 @@ import pyarrow.parquet
 import pytest
 
 from context_compressors import cli
-from context_compressors.cli import compress
 from context_compressors.cli.compress import Document, read_documents
 
 # --- finding the command ---
@@ -19,9 +18,7 @@ from context_compressors.cli.compress import Document, read_documents
     ("argv", "message"),
     [
         (["comprss"], "unknown command 'comprss'; did you mean 'compress'?"),
-        (["evaluation"], "did you mean 'evaluate'?"),
         (["publish", "cart"], "unknown command 'publish cart'; did you mean 'publish card'?"),
-        (["publish"], "unknown command 'publish'; did you mean 'publish card'?"),
         (["--hlep"], "unknown option '--hlep'; did you mean '--help'?"),
         (["qqq"], f"allowed: {', '.join(sorted(cli._COMMANDS))}"),
         ([], "usage: context-compressors"),
@@ -38,14 +35,10 @@ def test_a_wrong_command_is_refused_with_the_nearest_one(
     ("argv", "message"),
     [
         (["compress", "m", "a.txt", "--ration", "4"], "unknown option '--ration'; did you mean '--ratio'?"),
-        (["compress", "m", "a.txt", "--by_document"], "unknown option '--by_document'; did you mean '--by-document'?"),
-        (["compress", "m", "a.txt", "--ratio", "four"], "'four' is not a whole number of at least 1"),
         (["compress", "m", "a.txt", "--ratio", "0"], "'0' is not a whole number of at least 1"),
         (["compress", "m", "a.txt", "--dtype", "int8"], "'int8'"),
-        (["ask", "m", "a.txt", "--questions", "Who?"], "unknown option '--questions'; did you mean '--question'?"),
         (["ask", "m"], "sources"),
         (["compress", "m", "a.txt", "--device", "gpu"], "cannot be used here"),
-        (["ask", "m", "a.txt", "--device", "cuda:99"], "cannot be used here"),
     ],
 )
 def test_a_wrong_option_exits_with_2_and_the_nearest_one(
@@ -57,12 +50,9 @@ def test_a_wrong_option_exits_with_2_and_the_nearest_one(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--api-key", ""], []])
-def test_an_empty_key_opens_no_server(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_an_empty_key_opens_no_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("CONTEXT_COMPRESSORS_API_KEY", "")
-    assert cli.main(["serve", "model", *arguments]) == 1
+    assert cli.main(["serve", "model"]) == 1
     assert "the key (--api-key, or else $CONTEXT_COMPRESSORS_API_KEY) is empty" in capsys.readouterr().err
 
 
@@ -81,18 +71,6 @@ def test_an_error_is_one_line_unless_the_traceback_is_asked_for(capsys: pytest.C
     assert capsys.readouterr().err.startswith("context-compressors compress: error: nowhere.txt is not there")
     with pytest.raises(ValueError, match=r"nowhere\.txt is not there"):
         cli.main(["--traceback", *argv])
-
-
-def test_a_missing_package_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    def refuse(argv: list[str]) -> int:
-        raise ImportError("the package flash_attn is not installed")
-
-    monkeypatch.setattr(compress, "main", refuse)
-    assert cli.main(["compress"]) == 1
-    message = "context-compressors compress: error: the package flash_attn is not installed\n"
-    assert capsys.readouterr().err == message
-    with pytest.raises(ImportError, match="flash_attn"):
-        cli.main(["--traceback", "compress"])
 
 
 # --- reading documents ---
@@ -122,25 +100,14 @@ def test_documents_come_from_text_jsonl_parquet_and_standard_input(tmp_path: Pat
         ("a.jsonl", b'{"contxt": "x"}', "row 1 has no text in column 'context'; did you mean 'contxt'"),
         ("a.jsonl", b"{", "a.jsonl cannot be read, after record 0"),
         ("a.jsonl", b"[1]", "is not a mapping from columns"),
-        ("a.jsonl", b'{"context": "\xff"}', "a.jsonl cannot be read, .*utf-8"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl cannot be read, after record 0"),
-        ("a.jsonl", b'{"context": 3}', "row 1 has no text in column 'context'"),
+        (".", b"", "a folder, not a file"),
         ("a.parquet", b"no", "a.parquet cannot be read, after record 0"),
         ("b/c.txt", b"", "is not there"),
     ],
 )
 def test_an_unreadable_document_is_refused(name: str, content: bytes, message: str, tmp_path: Path):
     path = tmp_path / name
-    if path.parent.is_dir():
+    if content:
         path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_documents([str(path)])
-
-
-def test_a_wrong_parquet_column_and_a_folder_are_refused(tmp_path: Path):
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"context": ["x"], "question": ["y"]}), path)
-    with pytest.raises(ValueError, match="no text in column 'contexts'; did you mean 'context'"):
-        read_documents([str(path)], column="contexts")
-    with pytest.raises(ValueError, match="a folder, not a file"):
-        read_documents([str(tmp_path)])

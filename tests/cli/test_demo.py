@@ -3,7 +3,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +12,8 @@ import torch
 from byte_tokenizers import byte_tokenizer, tiny_llama
 
 from context_compressors import demo
-from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
-from context_compressors.data.task_tokens import add_task_tokens
 from context_compressors.evaluation.metrics import holds_answer, normalize_answer
-from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.modeling.parts.chat_template import opening_ids
 
@@ -28,20 +24,16 @@ CHAT = (
 )
 
 
-@pytest.fixture(scope="module", params=["chat", "icae"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny compressor with one token a byte, saved as a checkpoint is."""
     tokenizer = byte_tokenizer(bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>")
     llama = tiny_llama(tokenizer, max_position_embeddings=8192)
     torch.manual_seed(0)
+    tokenizer.chat_template = CHAT
     fields = {"decoder_config": llama, "compression_ratios": (4, 16), "chunk_size": 512}
-    if request.param == "icae":
-        add_task_tokens(tokenizer)
-        model = ICAEForCausalLM(ICAEConfig(**fields, position_layout="enhanced"))
-    else:
-        tokenizer.chat_template = CHAT
-        fields |= {"prompt_format": "chat", "slots_after_ids": opening_ids(tokenizer)}
-        model = MeanPoolingForCausalLM(MeanPoolingConfig(**fields))
+    fields |= {"prompt_format": "chat", "slots_after_ids": opening_ids(tokenizer)}
+    model = MeanPoolingForCausalLM(MeanPoolingConfig(**fields))
     folder = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -63,7 +55,6 @@ def test_every_page_has_150_to_600_words_and_holds_the_answers_to_its_questions(
 
 
 def test_an_answer_is_right_if_it_holds_an_accepted_one_as_whole_words():
-    assert holds_answer("It closed in the year 1961, I think", ["1960", "1961"])
     assert holds_answer("2,310 pounds", ["2310 Pounds"])
     assert not holds_answer("in 19611", ["1961"])
 
@@ -132,11 +123,11 @@ def test_the_base_of_a_light_checkpoint_is_fetched_before_it_is_loaded(
 
 @pytest.mark.release
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", ["chat"], indirect=True)
 def test_the_demo_runs_from_end_to_end_with_remote_code(checkpoint: Path, tmp_path: Path):
     # A process of its own, as `make demo` starts it: here the package's classes are registered, there they are not.
     threads = {name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"}
-    code = f"from pathlib import Path; from context_compressors import demo; demo.run(Path({str(checkpoint)!r}), 2)"
+    code = "from pathlib import Path; from context_compressors import demo; pages = demo.read_pages()[:2]; "
+    code += f"demo.read_pages = lambda: pages; demo.run(Path({str(checkpoint)!r}))"
     result = subprocess.run(
         [sys.executable, "-P", "-c", code],
         cwd=tmp_path,
@@ -149,7 +140,6 @@ def test_the_demo_runs_from_end_to_end_with_remote_code(checkpoint: Path, tmp_pa
     assert result.returncode == 0, result.stderr[-2000:]
     for page in PAGES:
         assert (f"\n{page.title} (" in result.stdout) == (page in PAGES[:2])
-    assert re.search(r"the other pages take about \d+ s; --pages N reads fewer", result.stdout)
     num_questions = sum(len(page.questions) for page in PAGES[:2])
     rows = result.stdout[result.stdout.index("all pages") :].splitlines()
     for name in ("full text", "4x", "16x"):

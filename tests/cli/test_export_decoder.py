@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`export-decoder`: what it writes is the compressor's decoder, for who knows nothing of compressors."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -89,32 +88,26 @@ def test_what_no_server_or_no_adapter_can_hold_is_refused_by_its_property(
 ):
     base, tokenizer = small_checkpoints / "base", AutoTokenizer.from_pretrained(small_checkpoints / "base")
     fields = {"task_token_ids": add_task_tokens(tokenizer)}
-    frozen = ICAEForCausalLM.from_base(base, **fields)
     own = {"trainable_parameters": [r"lora_", r"language_model\.layers\.0\.mlp"], "decoder_lora": LORA}
     t5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     models = {
-        "frozen": frozen,
         "key_values": FiveHundredXForCausalLM.from_base(base, **fields),
-        "enhanced": ICAEForCausalLM.from_base(base, position_layout="enhanced", **fields),
         "cross_attention": DeCALForConditionalGeneration(DeCALConfig(decoder_config=t5)),
         "own_weights": MeanPoolingForCausalLM.from_base(base, **own),
     }
     for name, model in models.items():
         save(model, tokenizer, tmp_path / name)
-    light = save(frozen, tokenizer, tmp_path / "light", include_base=False)
-    shutil.copytree(light, tmp_path / "filled")
+    light = save(ICAEForCausalLM.from_base(base, **fields), tokenizer, tmp_path / "light", include_base=False)
     for name, options, message in (
         ("key_values", [], "keys and values of every layer"),
-        ("enhanced", [], "only contiguous positions can be served"),
         ("cross_attention", [], "reads a memory by cross-attention"),
         ("own_weights", ["--as", "lora"], "weights of its own that have trained"),
-        ("frozen", ["--as", "lora"], "has no adapters: write it whole"),
         ("light", ["--as", "lora", "--base-model", base], "has no adapters: serve its base, base, as it is"),
     ):
         assert export(tmp_path / name, tmp_path / "out", *options) == 1
         assert message in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
-    assert export(tmp_path / "frozen", tmp_path / "filled") == 1
+    assert export(tmp_path / "own_weights", light) == 1
     assert "is not an empty folder" in capsys.readouterr().err
     # Whole it can be had all the same, and what it is is said where that is known.
     assert export(tmp_path / "own_weights", tmp_path / "out") == 0
