@@ -17,14 +17,12 @@ from typing import Any
 
 try:
     import fastapi
-    import h11
     import prometheus_client
     import uvicorn
     from fastapi.concurrency import run_in_threadpool
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
-    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise ImportError("a server needs FastAPI and uvicorn: pip install -e '.[serve]' in the clone") from error
 
@@ -40,8 +38,6 @@ from .server_requests import EXPAND_TOOL, ChatRequest, ExpandRequest, MemoriesRe
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 # Memories of a chat that are read before their slots are counted.
 _MEMORIES_AT_ONCE = 64
-# That a connection may take to send the headers of a request.
-_HEADER_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ def create_app(
     store: MemoryStore | None = None,
     examples: Sequence[dict[str, Any]] = (),
 ) -> fastapi.FastAPI:
-    """The server as an ASGI application.
+    """Return the server as an ASGI application.
 
     Args:
         name: what requests call the checkpoint.
@@ -122,12 +118,8 @@ def run(app: fastapi.FastAPI, host: str, port: int, grace: int) -> None:
         place = f"[{host}]" if ":" in host else host
         print(f"serving at http://{place}:{listening.getsockname()[1]} (Ctrl-C ends it)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
-            _web_server(app, grace).run(sockets=[listening])
-
-
-def _web_server(app: fastapi.FastAPI, grace: int) -> uvicorn.Server:
-    config = uvicorn.Config(app, http=_Connection, log_level="warning", timeout_graceful_shutdown=grace)
-    return uvicorn.Server(config)
+            config = uvicorn.Config(app, http="h11", log_level="warning", timeout_graceful_shutdown=grace)
+            uvicorn.Server(config).run(sockets=[listening])
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -136,30 +128,8 @@ def _listening(host: str, port: int) -> socket.socket:
     return socket.socket(bound.family, bound.type, socket.IPPROTO_TCP, fileno=bound.detach())
 
 
-class _Connection(H11Protocol):
-    """A connection, which is closed where the headers of a request do not come in time."""
-
-    _closing: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
-        self._limit_headers()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._limit_headers()
-
-    def _limit_headers(self) -> None:
-        is_reading = self.conn.their_state is h11.IDLE
-        if is_reading and self._closing is None:
-            self._closing = self.loop.call_later(_HEADER_SECONDS, self.timeout_keep_alive_handler)
-        elif not is_reading and self._closing is not None:
-            self._closing.cancel()
-            self._closing = None
-
-
 class _Server:
-    """What the routes of one application share."""
+    """The model, the engine, the limits and the metrics of one application."""
 
     def __init__(self, model: ServedModel, settings: ServerSettings):
         self.model, self.settings = model, settings
@@ -187,7 +157,7 @@ class _Server:
             raise ServerError(404, message, "model_not_found", "model")
 
     def find_memories(self, ids: Sequence[str]) -> dict[str, CompressedContext]:
-        """Memories by id; `ServerError` for one that is not there."""
+        """Return memories by id; `ServerError` for an unknown id."""
         memories = self.model.memories.get(ids)
         for name in ids:
             if name not in memories:
@@ -203,7 +173,7 @@ class _Server:
             raise ServerError(400, message, "context_length_exceeded", param)
 
     async def compression(self, request: MemoriesRequest) -> CompressionJob:
-        """What makes memories of texts."""
+        """Return the job of a request for memories."""
         self.check_name(request.model)
         num_tokens = await run_in_threadpool(self.model.num_tokens, request.text)
         self.check_length("the texts", num_tokens, None, "text")
@@ -211,12 +181,12 @@ class _Server:
         return CompressionJob(self.model, request.text, num_tokens, request.ratio, *limits)
 
     async def origins(self, request: OriginsRequest) -> OriginsJob:
-        """What the slots of a text are made of, for the page."""
+        """Return the job of the page's look into a document."""
         self.check_length("the text", await run_in_threadpool(self.model.num_tokens, [request.text]), None, "text")
         return OriginsJob(self.model, request.text, request.ratio, self.settings.timeout)
 
     async def answer(self, request: ChatRequest) -> AnswerJob:
-        """What answers a chat."""
+        """Return the job of a chat."""
         self.check_name(request.model)
         model = self.model
         memories = await self.memories(request.memories)
@@ -229,7 +199,7 @@ class _Server:
         return job
 
     async def memories(self, parts: Sequence[MemoryPart]) -> list[CompressedContext]:
-        """The memories that a chat names, in order; each is read once, and no more than the limits allow."""
+        """Return the memories that a chat names, in order; each is read once, and no more than the limits allow."""
         limit = self.model.max_positions
         # Each has a slot at least.
         self.check_length("the memories", len(parts), limit, "messages")
@@ -245,7 +215,7 @@ class _Server:
         return [rows[place] for place in range(len(parts))]
 
     async def start(self, making: Coroutine[Any, Any, Any], request: fastapi.Request) -> tuple[Any, Any]:
-        """A job, and the first part of what it makes, after its turn has come; cancelled if nobody waits for it."""
+        """Return a job and its first event once its turn has come; cancel it if the client goes away before."""
         arrived = time.monotonic()
         job: Job | None = None
 
@@ -278,7 +248,7 @@ class _Server:
 
 
 def _routes(server: _Server, examples: Sequence[dict[str, Any]]) -> fastapi.FastAPI:
-    """The paths of a server, and how it starts, refuses and stops."""
+    """Return the application with its paths."""
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     # A text may say "</script>".
     shown = json.dumps({**server.model.facts, "examples": list(examples)}).replace("<", "\\u003c")
@@ -377,7 +347,7 @@ class _AnswerWriter:
         self.head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": job.model.name}
 
     def usage(self, answer: Answer) -> dict[str, Any]:
-        """Tokens that the decoder read and wrote; a slot counts as one."""
+        """Return the numbers of tokens that the decoder read and wrote; a slot counts as one."""
         num_read, num_written = self.job.num_slots + len(self.job.text_ids), answer.num_tokens
         self.server.tokens.labels("read").inc(num_read)
         self.server.tokens.labels("written").inc(num_written)
@@ -386,13 +356,13 @@ class _AnswerWriter:
         return {**numbers, "prompt_tokens_details": details}
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """The answer as one object."""
+        """Return the answer as one object."""
         message = {"role": "assistant", "content": answer.text}
         choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
         return {**self.head, "object": "chat.completion", "choices": [choice], "usage": self.usage(answer)}
 
     async def lines(self, event: str | Answer) -> AsyncIterator[str]:
-        """The answer as a stream, from its first event on."""
+        """Yield the answer as a stream, from its first event on."""
         try:
             yield self._chunk({"role": "assistant", "content": ""})
             while isinstance(event, str):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs a server's models: one thread, which takes waiting requests of one kind together, oldest first."""
+"""The engine of a server: one thread, which takes waiting requests of one kind together, oldest first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServerError(Exception):
-    """What a request is answered with in place of what it asks for."""
+    """The answer of a request that is refused or fails."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
         super().__init__(message)
@@ -24,7 +24,7 @@ class ServerError(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> ServerError:
-        """Of any error: what the models refuse is the request's fault, all else the server's."""
+        """Return the answer for any error: 400 for what the models refuse, 500 for the rest."""
         if isinstance(error, cls):
             return error
         if isinstance(error, (ValueError, TypeError)):
@@ -73,7 +73,7 @@ class Job:
         self.send(ServerError.of(result) if isinstance(result, Exception) else result)
 
     async def next_event(self) -> Any:
-        """The next part of the answer."""
+        """Return the next part of the answer."""
         event = await in_time(self._events.get(), self.arrived, self.seconds)
         if isinstance(event, ServerError):
             raise event
@@ -81,7 +81,7 @@ class Job:
 
 
 async def in_time(awaited: Awaitable[Any], arrived: float, seconds: float) -> Any:
-    """The result of what a request waits for."""
+    """Return what a request waits for; `ServerError` after its time."""
     try:
         async with asyncio.timeout(arrived + seconds - time.monotonic()):
             return await awaited
@@ -173,5 +173,5 @@ class Engine:
 
 
 def stopping() -> ServerError:
-    """What a request is answered with when the server stops."""
+    """Return the error of a server that stops."""
     return ServerError(503, "the server is stopping", "stopping")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server does with a model: texts become memories, and conversations about memories are answered."""
+"""Jobs of a server: texts become memories, and conversations about memories are answered."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class ServedModel:
         self._lock = threading.Lock()
 
     def num_tokens(self, texts: Sequence[str]) -> int:
-        """Tokens of documents, as they are compressed."""
+        """Return the number of tokens of documents, as they are compressed."""
         with self._lock:
             return sum(map(len, self.pipe.document_ids(texts)))
 
     def text_ids(
         self, messages: Sequence[Mapping[str, str]], has_memory: bool, documents: Sequence[str] = ()
     ) -> list[int]:
-        """Token ids of a conversation behind a memory, or of one that has none, behind documents if there are any."""
+        """Return the token ids of a conversation behind a memory, or behind documents or nothing."""
         config = self.pipe.model.config
         if not has_memory and config.is_encoder_decoder:
             raise ValueError(f"{self.name!r} answers from memories alone: name one in the first message of the user")
@@ -67,7 +67,7 @@ class ServedModel:
 
     @property
     def card(self) -> dict[str, Any]:
-        """The model in the list of models."""
+        """Return the model's entry in the list of models."""
         config = self.pipe.model.config
         ratios = sorted(config.compression_ratios)
         own = {"ratios": ratios, "default_ratio": config.default_ratio, "model_id": self.model_id}
@@ -75,7 +75,7 @@ class ServedModel:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the page shows of the model."""
+        """Return what the page shows of the model."""
         model, config = self.pipe.model, self.pipe.model.config
         words = [
             f"on {config.base_model_name_or_path}" if config.base_model_name_or_path else config.model_type,
@@ -87,7 +87,7 @@ class ServedModel:
         return {"name": self.name, "facts": words, "ratios": ratios, "bytes_per_token": kept}
 
     def describe(self, memory_id: str, memory: CompressedContext) -> dict[str, Any]:
-        """What is known of a memory of one row."""
+        """Describe a memory of one row."""
         numbers = {"num_tokens": int(memory.num_context_tokens), "num_slots": int(memory.num_slots)}
         numbers |= {"ratio": int(torch.as_tensor(memory.ratio)), "bytes": memory.nbytes}
         return {"id": memory_id, "object": "memory", "model": self.name, **numbers}
@@ -257,7 +257,7 @@ class AnswerJob(Job):
         self.finish(Answer(text.strip(), reason, len(self._tokens)))
 
     def _settled(self, text: str) -> str:
-        """What the next tokens cannot change: no half of a character, space at the end, or beginning of a stop."""
+        """Return the text without what the next tokens may change: half a character, space, or the start of a stop."""
         text = text.rstrip("\ufffd")
         for size in range(min(max(map(len, self.stops), default=1) - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self.stops):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a server keeps memories by id: in its process, up to some bytes, or in a store."""
+"""A server's memories by id, in its process up to some bytes, or in a store."""
 
 from __future__ import annotations
 
@@ -64,12 +64,11 @@ class ProcessMemories:
         with self._lock:
             return self._memories[memory_id][1] if memory_id in self._memories else None
 
-    def delete(self, memory_id: str) -> bool:
-        """Return whether there was such a memory, which is gone now."""
+    def delete(self, memory_id: str) -> None:
+        """Delete a memory, if it is there."""
         with self._lock:
-            kept = self._memories.pop(memory_id, None)
-            self.nbytes -= 0 if kept is None else _size(kept)
-            return kept is not None
+            if memory_id in self._memories:
+                self.nbytes -= _size(self._memories.pop(memory_id))
 
 
 def _size(kept: tuple[CompressedContext, str]) -> int:
@@ -121,15 +120,11 @@ class StoredMemories:
             (found,) = self.store.contains([memory_id])
             return self.store.texts([memory_id])[memory_id] if found else None
 
-    def delete(self, memory_id: str) -> bool:
-        """Return whether there was such a memory, which is gone now."""
+    def delete(self, memory_id: str) -> None:
+        """Delete a memory."""
         with self._lock:
-            self.store.refresh()
-            (found,) = self.store.contains([memory_id])
-            if found:
-                self.store.delete([memory_id])
-                self._compact()
-            return found
+            self.store.delete([memory_id])
+            self._compact()
 
     def _compact(self) -> None:
         """Join the small files of many versions, from time to time: each version names all files."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server reads: the fields of its requests, what is allowed in them, and no others."""
+"""Fields of a server's requests, and the values that they may have."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Message(_Fields):
 
 
 class StreamOptions(_Fields):
-    """What a stream has beside the answer."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False

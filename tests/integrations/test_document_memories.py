@@ -44,8 +44,6 @@ def test_documents_are_compressed_once_and_again_when_they_change(folder, tmp_pa
         assert sorted(compressed) == sorted(TEXTS)
         assert memories.compress(TEXTS, [None, *ids[1:3]]) == ids[:3] == json.loads(json.dumps(ids[:3]))
         assert len(compressed) == 3
-        # An id is a text, or none of ours.
-        assert memories.compress(TEXTS[:2], [["x"], ids[1]]) == ids[:2]
         # One that has changed since is another document, whatever id it carries.
         changed, kept = memories.compress([TEXTS[0].upper(), TEXTS[1]], ids[:2])
         assert (changed not in ids, kept, compressed[3:]) == (True, ids[1], [TEXTS[0].upper()])
@@ -67,8 +65,6 @@ def test_documents_are_compressed_once_and_again_when_they_change(folder, tmp_pa
             memories.answer(QUESTION, [ids[0], "x"])
         with pytest.raises(ValueError, match="lone surrogate"):
             memories.compress(["half \ud800"])
-        with pytest.raises(TypeError, match="`documents` must be a text"):
-            memories.compress([7])
     # Another process adds to the store, under ids of its own, and finds what was added here.
     store = MemoryStore.open(place)
     store.add(["page-1"], pipe.compress("A page.", ratio=4), texts=["A page."])
@@ -88,10 +84,6 @@ def test_documents_are_compressed_once_and_again_when_they_change(folder, tmp_pa
     written = memories.to_dict()
     assert DocumentMemories.from_dict(json.loads(json.dumps(written))) is memories
     assert DocumentMemories.from_dict({**written, "ratio": 2}) is not memories
-    # One that is made anew, as where a cell is run again, takes the place of the one before.
-    before, memories = memories, DocumentMemories(**written)
-    del before
-    assert DocumentMemories.from_dict(written) is memories
     with pytest.raises(ValueError, match="a loaded pipeline is not written down"):
         DocumentMemories(pipe).to_dict()
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Haystack compresses what a retriever finds, and answers from the memories: `make test-integrations`."""
 
-import json
-
 import pytest
 
 pytest.importorskip("haystack", reason="Haystack has an environment of its own: make test-integrations")
@@ -12,7 +10,6 @@ from haystack.components.builders import AnswerBuilder
 from haystack.components.retrievers.in_memory import InMemoryBM25Retriever
 from haystack.document_stores.in_memory import InMemoryDocumentStore
 
-from context_compressors.integrations.document_memories import DocumentMemories
 from context_compressors.integrations.haystack import MemoryDocumentCompressor, MemoryReader
 
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -30,17 +27,12 @@ def test_documents_keep_order_and_text_and_a_pipeline_that_was_written_down_answ
     compressed = compressor.run(DOCUMENTS)["documents"]
     for before, after in zip(DOCUMENTS, compressed, strict=True):
         assert (after.id, after.content, after.score) == (before.id, before.content, before.score)
-    bees, nothing, mill = (document.meta.get("memory_id") for document in compressed)
-    assert (nothing, DOCUMENTS[2].meta["memory_id"]) == (None, "of another text")
-    assert [Document.from_dict(json.loads(json.dumps(one.to_dict()))) for one in compressed] == compressed
-    changed = Document(content="The mill burned down in 1903.", meta={"memory_id": mill})
-    again = compressor.run([*compressed, changed])["documents"]
-    assert [document.meta.get("memory_id") for document in again[:3]] == [bees, None, mill]
-    assert again[3].meta["memory_id"] not in (bees, mill)
+    _, nothing, mill = (document.meta.get("memory_id") for document in compressed)
+    assert nothing is None
+    assert DOCUMENTS[2].meta["memory_id"] == "of another text" != mill
 
     store = InMemoryDocumentStore()
     store.write_documents(DOCUMENTS)
-    places = str(small_checkpoints / "mean_pooling")
     pipeline = Pipeline()
     pipeline.add_component("retriever", InMemoryBM25Retriever(store, top_k=2))
     pipeline.add_component("compressor", MemoryDocumentCompressor(memories))
@@ -63,19 +55,14 @@ def test_documents_keep_order_and_text_and_a_pipeline_that_was_written_down_answ
     assert answer.data == expected(found) != ""
     # What is read from a file has one model and one set of memories, those that this process has already.
     written = pipeline.dumps()
-    assert json.loads(json.dumps(pipeline.to_dict())) == pipeline.to_dict()
-    assert places in written
+    assert str(small_checkpoints / "mean_pooling") in written
     loaded = Pipeline.loads(written, allowed_modules=["context_compressors.*"])
     components = [loaded.get_component(name) for name in ("compressor", "reader")]
     assert [component.memories for component in components] == [memories, memories]
     assert loaded.run(asked)["answers"]["answers"][0].data == answer.data
-    other = DocumentMemories.from_dict({**memories.to_dict(), "ratio": 2})
-    assert MemoryReader.from_dict(MemoryReader(other).to_dict()).memories is other is not memories
-
     reader = MemoryReader(memories)
     alone = pipe(question, context="", **LENGTH)["answer"]
-    for documents in ([], compressed[1:2]):
-        assert reader.run(question, documents, LENGTH) == {"replies": [alone]}
+    assert reader.run(question, compressed[1:2], LENGTH) == {"replies": [alone]}
     with pytest.raises(ValueError, match="without a 'memory_id' in its metadata: compress it first, 'Nora"):
         reader.run(question, DOCUMENTS[:1])
 

@@ -24,7 +24,7 @@ def command(small_checkpoints, tmp_path):
     inputs = [str(tmp_path / f"{name}.jsonl") for name in ("first", "second")]
     start = [sys.executable, "-P", "-m", "context_compressors.cli", "compress-corpus", *inputs, "--engine", "ray"]
     start += ["--model", str(small_checkpoints / "mean_pooling"), "--store", str(tmp_path / "s.lance"), "--ratio", "4"]
-    return [*start, "--device", "cpu", "--config", "{batch_size: 8, commit_bytes: 1000}"]
+    return [*start, "--config", "{batch_size: 8, commit_bytes: 1000, device: cpu}"]
 
 
 def test_a_run_of_ray_that_is_killed_is_taken_up_again_and_nothing_is_done_twice_or_lost(command, tmp_path):

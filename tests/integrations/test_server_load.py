@@ -3,7 +3,6 @@
 
 import asyncio
 import contextlib
-import copy
 import http.client
 import json
 import select
@@ -19,7 +18,6 @@ from running_server import (
     TEXTS,
     ServerSettings,
     about,
-    fastapi,
     openai,
     server,
     server_jobs,
@@ -100,7 +98,7 @@ def test_a_request_that_fails_in_a_batch_fails_alone(serve, pipe, gate, monkeypa
     together([lambda i=i: ask(i) for i in (0, 1, 2, 3)], gate, running)
     assert found == [wanted[0], 500, wanted[2], wanted[3]]
     assert gate.batches == [1, 3, 1, 1, 1]
-    # A failure in the middle of a stream is told in it, and the server goes on.
+    # A failure in the middle of a stream is told in it.
     take = server_jobs.AnswerJob.take
 
     def fail(job, token):
@@ -108,31 +106,9 @@ def test_a_request_that_fails_in_a_batch_fails_alone(serve, pipe, gate, monkeypa
             raise RuntimeError("a secret")
         take(job, token)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(server_jobs.AnswerJob, "take", fail)
-        with pytest.raises(openai.APIError, match="the server failed at this request"):
-            text_of(running.chat([ids[0]], stream=True))
-        running.until(lambda: running.metric("running_requests") == 0)
-    assert running.chat([ids[0]]).choices[0].message.content == wanted[0]
-
-
-@pytest.mark.parametrize("prefix", ["", "/cc"])
-def test_nothing_but_health_and_metrics_is_told_without_the_key(serve, pipe, prefix):
-    from fastapi.testclient import TestClient
-
-    app = server.create_app("m", pipe, ServerSettings(api_key="k"))
-    mounted = fastapi.FastAPI()
-    mounted.mount("/cc", app)
-    for served, options in ((app, {"root_path": prefix}), *([(mounted, {})] if prefix else [])):
-        client = TestClient(served, raise_server_exceptions=False, **options)
-        places = [prefix] if served is mounted else ["", prefix]
-        for place in places:
-            for path in ("/v1/models", "/v1/memories/x", "/openapi.json", "/docs"):
-                assert client.get(place + path).status_code == 401, (place, path)
-            assert client.post(f"{place}/v1/memories", json={"text": "a"}).status_code == 401
-            assert client.get(f"{place}/health").status_code in (200, 503)
-            assert client.get(f"{place}/").status_code == 200
-            assert client.get(f"{place}/v1/models", headers={"Authorization": "Bearer k"}).status_code == 200
+    monkeypatch.setattr(server_jobs.AnswerJob, "take", fail)
+    with pytest.raises(openai.APIError, match="the server failed at this request"):
+        text_of(running.chat([ids[0]], stream=True))
 
 
 def test_a_body_that_comes_by_drops_has_its_time_as_a_whole(serve, pipe):
@@ -155,52 +131,6 @@ def test_a_body_that_comes_by_drops_has_its_time_as_a_whole(serve, pipe):
     assert time.monotonic() - start < 6
 
 
-def test_headers_that_never_end_close_the_connection_and_a_slow_answer_does_not(serve, pipe, slow, monkeypatch):
-    monkeypatch.setattr(server, "_HEADER_SECONDS", 0.5)
-    running = serve({"m": pipe})
-    for sent in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /health"):
-        with socket.create_connection(("127.0.0.1", running.port), timeout=30) as connection:
-            connection.sendall(sent)
-            start, came = time.monotonic(), b""
-            while part := connection.recv(1000):
-                came += part
-                with contextlib.suppress(OSError):
-                    connection.sendall(b"x")
-            assert came.startswith(b"HTTP/1.1 200") == sent.endswith(b"GET /health")
-            assert time.monotonic() - start < 20
-    assert running.chat(running.compress(TEXTS[:1], ratio=2), max_tokens=20).usage.completion_tokens == 20
-
-
-def test_small_answers_on_a_kept_connection_are_sent_at_once(serve, pipe):
-    running, seconds = serve({"m": pipe}), []
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", running.port, timeout=30)) as connection:
-        for _ in range(20):
-            start = time.monotonic()
-            connection.request("GET", "/health")
-            connection.getresponse().read()
-            seconds.append(time.monotonic() - start)
-    # Those of whom TCP waits for an acknowledgement take 40 ms.
-    assert sorted(seconds)[10] < 0.03
-
-
-def test_a_body_that_is_not_said_to_be_json_is_refused_with_the_header_that_it_needs(serve, pipe):
-    running = serve({"m": pipe})
-    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
-        for path, body in (("/v1/memories", {"text": "a"}), ("/v1/chat/completions", {"messages": about([])})):
-            error = running.refusal(400, "POST", path, body, {"Content-Type": kind})
-            assert "Content-Type: application/json" in error["message"]
-
-
-def test_what_a_chat_template_refuses_is_the_requests_fault(serve, pipe):
-    tokenizer = copy.deepcopy(pipe.tokenizer)
-    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    running = serve({"m": pipe.model.question_answering(tokenizer)})
-    system = {"role": "system", "content": "Be brief."}
-    for asked in ([{"role": "user", "content": "Who?"}], about(running.compress(TEXTS[:1], ratio=2))):
-        error = running.refusal(400, "POST", "/v1/chat/completions", {"messages": [system, *asked]})
-        assert error["message"] == "the tokenizer's chat template refuses these messages: System role not supported"
-
-
 def test_a_compression_that_nobody_waits_for_ends_behind_its_batch(serve, pipe, monkeypatch):
     running, sizes, compress = serve({"m": pipe}, ServerSettings(batch_size=4, timeout=1)), [], pipe.compress
 
@@ -209,10 +139,6 @@ def test_a_compression_that_nobody_waits_for_ends_behind_its_batch(serve, pipe, 
         time.sleep(0.3)
         return compress(texts, *given, **options)
 
-    whole = running.compress([*TEXTS[:5]], ratio=2)
-    by_text = [running.compress([text], ratio=2)[0] for text in TEXTS[:5]]
-    answers = [[running.chat([name]).choices[0].message.content for name in ids] for ids in (whole, by_text)]
-    assert answers[0] == answers[1], "memories stand in the order of their texts"
     monkeypatch.setattr(pipe, "compress", slowly)
     running.refusal(504, "POST", "/v1/memories", {"text": [*TEXTS] * 5, "ratio": 2})
     running.until(lambda: not running.metric("running_requests"))
@@ -231,8 +157,10 @@ def test_limits_are_refusals_that_say_what_is_allowed(serve, pipe, gate):
         error = running.refusal(401, "GET", "/v1/models", headers=wrong)
         assert (error["type"], error["code"]) == ("authentication_error", "wrong_api_key")
     assert running.ask("GET", "/health")[0] == running.ask("GET", "/metrics")[0] == 200
-    with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(**{**running.options, "api_key": "no"}).models.list()
+    for path in ("/v1/memories/x", "/openapi.json", "/docs"):
+        running.refusal(401, "GET", path)
+    error = running.refusal(400, "POST", chat, {"messages": about([])}, key | {"Content-Type": "text/plain"})
+    assert "Content-Type: application/json" in error["message"]
     post = running.client.post
     ids = [post("/memories", body={"text": TEXTS[0], "ratio": 2}, cast_to=object)["data"][0]["id"] for _ in range(3)]
     # There is room for two: the first has gone.
@@ -251,27 +179,17 @@ def test_limits_are_refusals_that_say_what_is_allowed(serve, pipe, gate):
         ({"messages": user, "temperature": 3}, 400, "less than or equal to 2, got 3", "temperature"),
         ({"messages": user, "max_tokens": 99}, 400, "at most 100 are allowed", "messages"),
         ({"messages": user, "model": "x"}, 404, "no model 'x'; this server has 'm'", "model"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "'system', 'user' or 'assistant'", "messages.0.role"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "must be the user's, who asks", None),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "'text', 'memory'", None),
         ({"messages": [*user, {"role": "user", "content": [part]}]}, 400, "name all of them there", None),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]},
-            400,
-            "must stand before",
-            None,
-        ),
         ({"messages": [*user, *user]}, 400, "chat template refuses these messages", None),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "", None),
     ):
         error = running.refusal(status, "POST", chat, body, key)
         assert message in error["message"], error
         assert param in (None, error["param"]), error
     for body, message in (
         ({"text": TEXTS[0], "ratio": 5}, "it has [2, 4, 8, 16]"),
-        ({"text": TEXTS[0] * 20}, "at most 100 are allowed"),
         ({"text": TEXTS[0] * 4}, f"this server keeps {int(2.5 * size):,} in all"),
-        ({"text": []}, "at least 1 item"),
         ({"text": [""]}, "at least 1 character"),
     ):
         assert message in running.refusal(400, "POST", "/v1/memories", body, key)["message"]
@@ -297,9 +215,8 @@ def test_limits_are_refusals_that_say_what_is_allowed(serve, pipe, gate):
     running.until(lambda: not running.metric("running_requests"))
     assert gate.batches == [1], "what waited had no turn after its time"
     assert running.ask("POST", chat, {"messages": user}, key)[0] == 200
-    for name in ("batch_size", "timeout"):
-        with pytest.raises(ValueError, match=f"`{name}` must be above 0, got 0"):
-            ServerSettings(**{name: 0})
+    with pytest.raises(ValueError, match="`timeout` must be above 0, got 0"):
+        ServerSettings(timeout=0)
 
 
 def test_who_goes_away_is_not_computed_for(serve, pipe, slow):
@@ -319,23 +236,6 @@ def test_who_goes_away_is_not_computed_for(serve, pipe, slow):
     running.until(lambda: running.metric("running_requests") == 0)
     assert len(slow) < 200
     assert running.metric('requests_total{path="/v1/chat/completions",status="499"}') == 1
-    # One of a batch: the other gets all of its tokens.
-    results = {}
-
-    def ask(place):
-        results[place] = running.chat(ids[1:], max_tokens=20).usage.completion_tokens
-
-    stream = running.chat(ids[:1], stream=True, max_tokens=10)
-    next(iter(stream))
-    thread = threading.Thread(target=ask, args=(0,))
-    thread.start()
-    gone = running.chat(ids[:1], stream=True, max_tokens=500)
-    next(iter(gone))
-    gone.close()
-    thread.join()
-    assert results == {0: 20}
-    running.until(lambda: running.metric("running_requests") == 0)
-    assert len(slow) < 400
 
 
 @pytest.mark.parametrize(("max_tokens", "grace", "status"), [(4, 60, 200), (1000, 1, 503)])
@@ -387,9 +287,6 @@ def test_the_memories_of_a_chat_are_read_once_within_the_limits_and_in_time(serv
         assert (error["code"], asked) == ("context_length_exceeded", calls)
         asked.clear()
     monkeypatch.setattr(server, "_MEMORIES_AT_ONCE", 1)
-    with pytest.raises(openai.BadRequestError, match="at most 2,000 are allowed"):
-        running.chat([ids[0]] * number + ids[1:])
-    assert asked == [ids[:1]]
     seconds = 1
     # Who goes away, and who has waited long enough; what is not begun is not read.
     gone = http.client.HTTPConnection("127.0.0.1", running.port)

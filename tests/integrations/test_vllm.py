@@ -206,14 +206,3 @@ def test_the_client_prints_what_the_pipeline_answers(server, models, tmp_path, m
             client.main()
             answers = [line.strip() for line in capsys.readouterr().out.split("\n")[: len(QUESTIONS)]]
             assert answers == [answer.partition("\n")[0] for answer in expected], options
-
-
-def test_answers_without_the_memory_are_refused(server, models):
-    name, checkpoint = next(iter(server.served.items()))
-    it = case(models, name, checkpoint)
-    ((body, count),) = client.completion_requests(it.pipe, it.memories, QUESTIONS[:1], stream=False)
-    # What vLLM does with a field that its chat API does not know.
-    asked = {"model": name, "messages": [{"role": "user", "content": QUESTIONS[0]}], **GREEDY, **body}
-    for stream in (False, True):
-        with pytest.raises(RuntimeError, match=rf"read \d+ prompt tokens, and slots and text are {count}"):
-            list(client.send(f"{server.url}/chat/completions", {**asked, "stream": stream}, count))
