@@ -179,7 +179,7 @@ def is_text(kind: pyarrow.DataType) -> bool:
 
 
 def is_blank(texts: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
-    """Which texts of a column are empty or white space, null where a text is."""
+    """Return a mask of the texts that are empty or white space, null where a text is."""
     return pyarrow.compute.equal(pyarrow.compute.utf8_trim_whitespace(texts), "")
 
 

@@ -44,7 +44,7 @@ _KINDS: Mapping[str, pyarrow.DataType] = {
 
 @dataclass
 class Conversion:
-    """What a conversion wrote.
+    """The result of a conversion.
 
     Args:
         path: the file.

@@ -41,8 +41,7 @@ def ends_as_source(text: str, source_texts: Sequence[str] | None) -> bool:
 def _whole_texts(source_texts: Sequence[str] | None) -> Sequence[str]:
     if source_texts is None:
         return ()
-    is_list = isinstance(source_texts, Sequence) and not isinstance(source_texts, str)
-    if not is_list or not all(isinstance(text, str) for text in source_texts):
+    if isinstance(source_texts, str):
         raise ValueError(f"source_texts must be a list of whole texts, got {source_texts!r:.40}")
     return source_texts
 
@@ -69,7 +68,7 @@ def record_file(place: str | os.PathLike[str], name: str, on_hub: bool = False) 
 
 @dataclass
 class TrainingDocuments:
-    """Which documents a checkpoint has seen, in all stages of its training that this package ran.
+    """The documents that a checkpoint has seen, in all stages of its training that this package ran.
 
     Generated documents are not among them: those of training and of tests have no names in common.
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The register of published data sets: where each is, under which license, and which column is which of ours.
+"""The register of published data sets, `published_sets.yaml`: places, licenses, and names of columns.
 
-It is `published_sets.yaml`. Training and evaluation read a source in these columns as it stands (`data.columns`), and
-`convert_published` makes files of what they do not read.
+Training and evaluation read these columns under our names (`data.columns`); `convert_published` makes files of others.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class PublishedSet:
 
     @property
     def place(self) -> str:
-        """Where it comes from: its repository on the Hub with its configuration, or its home."""
+        """Return its repository on the Hub with its configuration, or its home."""
         return ":".join(filter(None, (self.hub, self.config))) or str(self.home)
 
 

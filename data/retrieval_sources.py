@@ -117,9 +117,6 @@ class RetrievalSource:
                 for part in ("corpus", "queries")
             )
             return cls(corpus, queries, RetrievalTable(name=name, split=split, columns=columns["relevance"]))
-        for part in ("corpus", "queries"):
-            if not (folder / f"{part}.jsonl").is_file():
-                raise ValueError(f"{place} is no folder of BEIR's form: there is no {part}.jsonl")
         check_choice(f"split of {place}:", split, sorted(path.stem for path in folder.glob("qrels/*.tsv")))
         return cls(
             corpus=RetrievalTable(path=str(folder / "corpus.jsonl"), columns=columns["corpus"]),
@@ -179,15 +176,11 @@ def _texts(column: str, table: RetrievalTable, data_dir: str | None) -> Iterator
 def _grades(table: RetrievalTable, data_dir: str | None) -> Iterator[tuple[str, str, float]]:
     """Query id, document id and grade, of pairs with a grade above 0."""
     query, document, score = (table.column(ours) for ours in ("query_id", "doc_id", "score"))
-    for number, row in enumerate(table.rows(data_dir)):
+    for row in table.rows(data_dir):
         for name in (query, document):
             if name not in row:
                 raise ValueError(f"{table.label!r} has no column {name!r}, which relevance needs{nearest(name, row)}")
-        try:
-            grade = float(row.get(score, 1))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{table.label!r}: the score in row {number} (counted from 0): {error}") from error
-        if grade > 0:
+        if (grade := float(row.get(score, 1))) > 0:
             yield str(row[query]), str(row[document]), int(grade) if grade.is_integer() else grade
 
 

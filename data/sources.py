@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,39 +32,30 @@ class DataSource:
 
     Args:
         name: a data set on the Hub, or a folder that `datasets` reads as one.
-        path: Parquet, JSONL or text file, or, where none has this name, a pattern such as `text_*_train.parquet`,
-            relative to `data_dir`.
-        generated: documents of `generated.py` instead of a file.
-        config: the Hub data set's configuration; of generated documents that are evaluated, "one_hop" or "two_hop":
-            only questions that join so many facts.
+        path: file, or pattern such as `text_*_train.parquet`, relative to `data_dir`.
+        generated: documents of `synthetic_documents` instead of a file.
+        config: the Hub data set's configuration; of generated documents in an evaluation, "one_hop" or "two_hop"
+            questions alone.
         split: the Hub data set's split, or of generated documents: "train" or "test".
-        tasks: what is trained on it, among `TASKS`. In an evaluation it serves those that its columns allow when none
-            are named.
+        tasks: among `TASKS`; in an evaluation, those that the columns allow when none are named.
         weight: how often it is drawn, relative to the other sources; its number of rows when no source has a weight.
-        max_samples: keep a fixed random choice of so many rows, of those that `skip_incomplete` leaves; of a stream
-            the first ones, unless it has `rows`.
-        where: only rows that have one of these values, e.g. `{subset: [HotpotQA, NewsQA]}`, or a number in a range,
-            e.g. `{length: {from: 4000, below: 8000}}`, with dots into structs.
-        rows: `[first, end]`, only these rows, counted from 0 among those that `where` keeps, the end not included.
+        max_samples: keep a fixed random choice of so many rows; of a stream without `rows` the first ones.
+        where: keep rows with one of these values, e.g. `{subset: [HotpotQA, NewsQA]}`, or a number in a range, e.g.
+            `{length: {from: 4000, below: 8000}}`, with dots into structs.
+        rows: `[first, end]`, counted from 0 among the rows that `where` keeps, the end not included.
         streaming: read a Hub data set from its start as far as `rows` or `max_samples` say, and download no more.
-        skip_incomplete: leave out rows that lack what the tasks need, such as questions without an answer, or have a
-            blank text in its place, and say in the log how many; without it they are refused, but for blank texts and
-            contexts, which are passed over.
-        supporting_passages: of HotpotQA and 2WikiMultihopQA, the passages that the answer follows from, and no others.
-        separate_passages: contexts of several texts, the passages of HotpotQA and 2WikiMultihopQA or those that
-            `contexts_per_document` joins, stay apart: each is compressed by itself, and they are read together. A
-            column `context` of lists of texts always does.
+        skip_incomplete: leave out rows that lack what the tasks need, and log their number; else they are refused.
+        supporting_passages: of HotpotQA and 2WikiMultihopQA, only the passages that the answer follows from.
+        separate_passages: passages, or the contexts that `contexts_per_document` joins, are compressed one by one. A
+            column `context` of lists of texts always is.
         by: in an evaluation, a data set of its own for each value of this column.
         kind: only this kind of generated document; in an evaluation also "needles".
         document_tokens: in an evaluation, length of generated documents and of needles' contexts.
-        contexts_per_document: of questions: up to so many neighbouring contexts of the source, a number drawn for each
-            example, are joined to one document with blank lines between them, as far as they fit.
-        columns: where the source has other names: our column -> its column, with dots into structs, e.g.
-            `{context: passage, answers: reply.text}`. Those of well-known data sets are found, see
-            `data.published_sets`.
-        license: the data's license, for the model card.
-        hub_id: the data set's repository on the Hub, for the model card, where `path` is a copy of it.
-        title: what reports and the model card call the data set.
+        contexts_per_document: of questions: join up to so many neighbouring contexts, a number drawn for each example,
+            with blank lines between them, as far as they fit.
+        columns: our column -> the source's, with dots into structs, e.g. `{context: passage, answers: reply.text}`.
+            Those of well-known data sets are found, see `data.published_sets`.
+        license, hub_id, title: of the data set, for reports and the model card.
     """
 
     name: str | None = None
@@ -93,13 +84,8 @@ class DataSource:
     def __post_init__(self) -> None:
         if sum((self.name is not None, self.path is not None, bool(self.generated))) != 1:
             raise ValueError(f"a source has exactly one of name, path and generated: true, got {self.label!r}")
-        if isinstance(self.weight, str):
-            # YAML 1.1 reads 1e-1, which has no point, as a text.
-            object.__setattr__(self, "weight", float(self.weight))
-        tasks = (self.tasks,) if isinstance(self.tasks, str) else tuple(self.tasks)
-        tasks = tuple(map(as_spelled_now, tasks))
-        object.__setattr__(self, "tasks", tasks)
-        for task in tasks:
+        object.__setattr__(self, "tasks", tuple(map(as_spelled_now, self.tasks)))
+        for task in self.tasks:
             check_choice(f"task of source {self.label!r}:", task, TASKS)
         if self.generated:
             check_choice("split of generated documents:", self.split, SPLITS)
@@ -107,22 +93,16 @@ class DataSource:
             raise ValueError(f"weight of source {self.label!r} must be above 0 and finite, got {self.weight!r}")
         if self.rows is not None and not (len(self.rows) == 2 and 0 <= self.rows[0] < self.rows[1]):
             raise ValueError(f"rows of source {self.label!r} must be [first, end], got {self.rows}")
-        for name in ("contexts_per_document", "max_samples"):
-            if (value := vars(self)[name]) is not None and value < 1:
-                raise ValueError(f"{name} of source {self.label!r} must be at least 1, got {value!r}")
         if self.streaming and (self.name is None or (self.rows is None and self.max_samples is None)):
             raise ValueError(
                 f"streaming of source {self.label!r} needs the name of a data set, and rows or max_samples"
             )
         for column in self.columns or {}:
             check_choice(f"column of source {self.label!r}:", column, COLUMNS)
-        for column, wanted in (self.where or {}).items():
-            if isinstance(wanted, Mapping) and not wanted.keys() <= {"from", "below"}:
-                raise ValueError(f"where of source {self.label!r}: {column} has no range {{from, below}}: {wanted!r}")
 
     @property
     def label(self) -> str:
-        """The name to show: Hub name, path or "generated"."""
+        """Return the name to show: Hub name, path or "generated"."""
         return self.name or self.path or "generated"
 
     @classmethod
@@ -132,22 +112,18 @@ class DataSource:
             if not isinstance(mapping, Mapping):
                 raise ValueError(f"a source is a mapping such as {{path: FILE, tasks: [TASK]}}, got {mapping!r}")
             mapping = {as_spelled_now(key): value for key, value in mapping.items()}
-            allowed = [field.name for field in fields(cls)]
             for key in mapping:
-                check_choice("field of a source", key, allowed)
+                check_choice("field of a source", key, cls.__dataclass_fields__)
             mapping = cls(**mapping)
         if needs_tasks and not mapping.tasks:
             raise ValueError(f"source {mapping.label!r} needs tasks, among {TASKS}")
-        if needs_tasks and mapping.kind is not None and not mapping.generated:
-            raise ValueError(f"kind of source {mapping.label!r} goes with generated: true, got {mapping.kind!r}")
         if needs_tasks and mapping.kind is not None:
             check_choice("kind of generated documents:", mapping.kind, KINDS)
         return mapping
 
 
 def is_of_benchmark(columns: Container[str]) -> bool:
-    """Whether a benchmark published rows with these columns: kvpress's copies have `answer_prefix`, LongBench's own
-    `all_classes`."""
+    """Return True for the columns of a benchmark: kvpress's copies have `answer_prefix`, LongBench `all_classes`."""
     return "answer_prefix" in columns or "all_classes" in columns
 
 
@@ -165,25 +141,22 @@ def parse_sources(entries: Sequence[str | DataSource | Mapping[str, Any]], split
     """
     found = []
     for entry in entries:
-        if isinstance(entry, str) and entry.lstrip().startswith("{"):
-            entry = parse_yaml(entry, f"the source {entry!r}")
-        elif isinstance(entry, str) and Path(entry).suffix in (".yaml", ".yml"):
+        if isinstance(entry, str) and Path(entry).suffix in (".yaml", ".yml"):
             content = read_yaml(Path(entry))
-            listed = content.get("sources") if isinstance(content, Mapping) else content
-            if not isinstance(listed, list):
-                raise ValueError(f"{entry} must hold a list of sources, or sources: and such a list")
-            found += parse_sources(listed, split)
+            found += parse_sources(content["sources"] if isinstance(content, Mapping) else content, split)
             continue
-        elif isinstance(entry, str):
-            entry = short_form(entry)
+        if isinstance(entry, str):
+            entry = source_fields(entry)
         if isinstance(entry, Mapping):
             entry = {"split": split, **entry}
         found.append(DataSource.from_mapping(entry, needs_tasks=False))
     return found
 
 
-def short_form(text: str) -> dict[str, Any]:
-    """The mapping that `[TITLE=]PLACE[#MAX_SAMPLES]` stands for, see `parse_sources`."""
+def source_fields(text: str) -> dict[str, Any]:
+    """Return the mapping of a source that is written as YAML, or as `[TITLE=]PLACE[#MAX_SAMPLES]`."""
+    if text.lstrip().startswith("{"):
+        return parse_yaml(text, f"the source {text!r}")
     title, _, place = text.rpartition("=")
     counted, _, number = place.rpartition("#")
     found: dict[str, Any] = {"title": title} if title else {}
@@ -194,9 +167,6 @@ def short_form(text: str) -> dict[str, Any]:
     hub, _, split = place.partition("@")
     name, _, config = hub.partition(":")
     if name == "generated":
-        return {
-            **found,
-            "generated": True,
-            **({"config" if config.endswith("_hop") else "kind": config} if config else {}),
-        }
+        found["generated"] = True
+        return found | ({"config" if config.endswith("_hop") else "kind": config} if config else {})
     return {**found, "name": name, **({"config": config} if config else {}), **({"split": split} if split else {})}

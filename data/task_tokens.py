@@ -52,7 +52,7 @@ def task_start_ids(config: Any) -> dict[str, int]:
 
 
 def text_starts(config: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What a compressor's texts start with, as arguments of a collator."""
+    """Return the start of a compressor's texts, as arguments of a collator."""
     return {
         "task_start_ids": task_start_ids(config),
         "restored_ids": restored_ids(config, tokenizer),

@@ -92,9 +92,6 @@ def write_card(
         license: license of the weights, as the Hub writes it.
         new_version: repository of the checkpoint that replaces this one.
 
-    Returns:
-        the card's path.
-
     Raises:
         ValueError: a file that holds something else, reports that do not belong to each other, or no limits.
     """
@@ -142,8 +139,7 @@ def model_card(
 ) -> str:
     """Return the card of a compressor: metadata for the Hub, use, scores, training, limits, method and citation.
 
-    Args: see `write_card`; `training` is a section's text, `notes` are paragraphs below the table of scores, and
-        `datasets` ids on the Hub.
+    Arguments as of `write_card`; `training` is a section's text, `notes` are paragraphs below the table of scores.
     """
     if not limits:
         raise ValueError("a card names what the checkpoint cannot do: give at least one limit")

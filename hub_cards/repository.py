@@ -44,9 +44,6 @@ def build_repository(
         local_files_only: open no connection; a base then comes from a folder or the cache.
         include: further files by their paths in the checkpoint, which are taken unseen.
 
-    Returns:
-        the target.
-
     Raises:
         ValueError: a file that must not be public, no license, one that is not the base's, or another value that is
             not allowed.
@@ -89,24 +86,15 @@ def build_repository(
 
 
 def _config(folder: Path) -> PreTrainedConfig:
-    """A checkpoint's configuration; that of a method which this package lacks, by what all methods have."""
+    """Return a checkpoint's configuration; `ValueError` for another model's."""
     from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
-    from ..configuration.configuration_compressor import CompressorConfig
 
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if not isinstance(fields, dict):
-        raise ValueError(f"{folder / 'config.json'} must be a mapping of fields, got {fields!r:.40}")
-    method = fields.get("model_type")
-    if fields.get("id2label") == _KEEP_DROP:
-        return AutoConfig.from_pretrained(folder)
-    if "compression_ratios" not in fields:
-        raise ValueError(f"{folder} holds a model of type {method!r}, not a context compressor")
-    config = (AutoConfig if method in CONFIG_MAPPING else CompressorConfig).from_pretrained(folder)
-    config.auto_map = fields.get("auto_map", config.auto_map)
-    return config
+    if "compression_ratios" not in fields and fields.get("id2label") != _KEEP_DROP:
+        raise ValueError(f"{folder} holds a model of type {fields.get('model_type')!r}, not a context compressor")
+    return AutoConfig.from_pretrained(folder)
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
@@ -155,7 +143,7 @@ def _complete_code(config: PreTrainedConfig, folder: Path) -> None:
 
 
 def _base_folder(config: PreTrainedConfig, base_model: str | None, local_files_only: bool) -> Path | None:
-    """Where files of the base are on this machine, its card among them if it has one."""
+    """Return the folder of the base's files on this machine, its card among them if it has one."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 

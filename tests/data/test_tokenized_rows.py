@@ -6,8 +6,8 @@ import json
 import pytest
 
 from context_compressors.data.prompts import TASKS
+from context_compressors.data.rows import FileSource
 from context_compressors.data.sources import DataSource
-from context_compressors.data.tokenized_rows import FileSource
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.parts.text_ids import encode
@@ -52,19 +52,6 @@ def test_a_task_is_trained_and_evaluated_on_the_same_contexts(tokenizer, folder,
             assert all(any(tokenizer.decode(sample.context_ids) in text for text in whole) for sample in samples)
         else:
             assert found[task] == whole == {tokenizer.decode(sample.context_ids) for sample in samples}
-
-
-def test_questions_that_are_asked_together_share_their_context(tokenizer, folder):
-    source = {"path": "rows.jsonl", "tasks": ["question_answering"]}
-    dataset = CompressionDataset(
-        DataArguments(sources=[source], data_dir=folder, questions_per_example=3, canonical_prompts=True), tokenizer
-    )
-    for example in map(dataset.__getitem__, range(6)):
-        prompts = [example["prompt_ids"], *(prompt for prompt, _ in example["more_turns"])]
-        context = tokenizer.decode(example["context_ids"])
-        asked = {row["question"] for row in ROWS if row["context"] == context}
-        assert {tokenizer.decode(ids).split("Question: ")[1].split("\n")[0] for ids in prompts} == asked
-        assert len(prompts) == 2
 
 
 def test_only_the_rows_that_a_source_names_are_read(tokenizer, folder):

@@ -2,7 +2,6 @@
 """Cards that are filled from a real, tiny run: training, evaluation, card."""
 
 import json
-import logging
 import math
 import re
 from dataclasses import replace
@@ -57,16 +56,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert train([recipe, *places, str(root / "base")]) == 0
     recipe = write_recipe(root / "compressor.yaml", **COMPRESSOR, base=str(root / "base"), sources=[files, generated])
     assert train([recipe, *places, str(root / "compressor")]) == 0
-    common = [
-        "--data",
-        "{generated: true, document_tokens: 120}",
-        "--out-of-domain",
-        "tales.jsonl",
-        "--data-dir",
-        str(root),
-        "--max-samples",
-        "2",
-    ]
+    common = ["--data", "{generated: true, document_tokens: 120}", "--out-of-domain", "tales.jsonl"]
+    common += ["--data-dir", str(root), "--max-samples", "2"]
     # The tales have trained both.
     settings = "{context_tokens: 16, continuation_tokens: 4, allow_trained_documents: true}"
     common += ["--tasks", QA, RECONSTRUCTION, CONTINUATION, "--config", settings]
@@ -159,12 +150,6 @@ def test_the_snippets_of_the_cards_run(root: Path, monkeypatch: pytest.MonkeyPat
     assert 'name = "me/tiny"' in card("./compressor/", [], LIMITS, model_id="me/tiny")
 
 
-def test_a_source_without_a_license_is_named(root: Path, caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.WARNING):
-        write_card(root / "compressor", [], LIMITS)
-    assert "no license is named for ['tales']" in caplog.text
-
-
 @pytest.mark.slow
 def test_a_card_names_the_data_of_earlier_stages(root: Path, tmp_path: Path):
     sources = [{"generated": True, "tasks": [RECONSTRUCTION], "weight": 1, "title": "last"}]
@@ -213,8 +198,6 @@ def copy_of(folder: Path, target: Path) -> Path:
     ("name", "content", "message"),
     [
         ("training_summary.json", "{}", "not the summary of a training run: KeyError"),
-        ("training_summary.json", "{", "not the summary of a training run"),
-        ("recipe.yaml", "sources: [", "recipe.yaml is not valid YAML: line 1"),
         ("recipe.yaml", "seed: 1", "has no list of sources"),
         ("recipe.yaml", "sources: [{path: a.parquet, task: [reconstruction]}]", "did you mean 'tasks'"),
     ],
@@ -232,7 +215,6 @@ def test_wrong_arguments_are_refused(root: Path, report: EvaluationReport):
     for folder, reports, message in (
         (compressor, [compressor / "recipe.yaml"], "is not an evaluation report"),
         (compressor, [report, replace(report, model="other", rows=[])], r"same model, got \['compressor', 'other'\]"),
-        (compressor, [report, replace(report, bounds="teacher", rows=[])], "same bounds"),
         (compressor, [replace(report, rows=without)], "no compression ratio, but the checkpoint is a compressor"),
         (root / "base", [], "a card is of a compressor, and .* has a model of type 'llama'"),
     ):

@@ -14,10 +14,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ...data.prompts import format_prompt
-from ...data.rows import draw_document, places
+from ...data.rows import FileSource, draw_document, places
 from ...data.sources import DataSource
 from ...data.synthetic_documents import GeneratedDocument
-from ...data.tokenized_rows import FileSource
 from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from ...modeling.parts.chat_template import DOCUMENT_END, before_answer, prompt_ids
 from ...modeling.parts.prompting import cut_passages
