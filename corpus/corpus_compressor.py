@@ -42,20 +42,18 @@ class CorpusCompressor:
         text_column: The column of the texts.
         memory_dtype: What slots are kept in: "int8", "int4", "int2" or "float16".
         keep_texts: Whether rows have the texts.
-        batch_tokens: Tokens that the model reads at once, pads included; a longer text is read alone, in parts of so
-            many tokens, but a chunk of it whole. 512 on a CPU and 16,384 on an accelerator if not given.
-        max_tokens: Keep only so many tokens of each text, with those that stand in front of it; all if not given.
+        batch_tokens: Tokens that the model reads at once, pads included, but a chunk of a text is read whole. 512 on a
+            CPU and 16,384 on an accelerator if not given.
+        max_tokens: Keep only so many tokens of each text; all if not given.
         allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
         device: Where to compute; "auto" takes an accelerator if there is one.
         dtype: Floating-point type to compute in: "auto" (as saved), "float32", "bfloat16" or "float16".
         base_model: Where the base of a light checkpoint is, Hub id or folder, if not where the checkpoint says.
         revision: Branch, tag or commit on the Hub.
-        trust_remote_code: Run the code that a checkpoint of a method of its own brings.
 
     Raises:
-        ValueError: An unknown `memory_dtype`, or `batch_tokens` or `max_tokens` below 1. On the first batch: no such
-            model or ratio, `max_tokens` that leave nothing of a text, or a checkpoint that compresses a text together
-            with a question.
+        ValueError: An unknown `memory_dtype`, or `batch_tokens` below 1. On the first batch: no such model or ratio,
+            or a checkpoint that compresses a text together with a question.
     """
 
     def __init__(
@@ -73,18 +71,15 @@ class CorpusCompressor:
         dtype: str = "auto",
         base_model: str | None = None,
         revision: str | None = None,
-        trust_remote_code: bool = False,
     ):
         check_choice("memory_dtype", memory_dtype, STORE_DTYPES)
-        for name, value in (("batch_tokens", batch_tokens), ("max_tokens", max_tokens)):
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be 1 or more, got {value}")
+        if batch_tokens is not None and batch_tokens < 1:
+            raise ValueError(f"`batch_tokens` must be 1 or more, got {batch_tokens}")
         self.model = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
         self.ratio, self.text_column, self.memory_dtype, self.keep_texts = ratio, text_column, memory_dtype, keep_texts
         self.batch_tokens, self.max_tokens = batch_tokens, max_tokens
         self.allow_untrained_ratio, self.device, self.dtype = allow_untrained_ratio, device, dtype
-        self._loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        self._base_model = base_model
+        self._base_model, self._revision = base_model, revision
         self._pipe: Any = None if self.model is not None else model
         self._form: MemoryForm | None = None
 
@@ -104,7 +99,7 @@ class CorpusCompressor:
 
     @property
     def form(self) -> MemoryForm:
-        """What all memories have in common: what a store is made with."""
+        """Return the properties that all memories have in common, which a store is made with."""
         if self._form is None:
             self.pipe.check_serves_memories("so that no text is compressed before its question is known")
             # What is wrong with the ratio is wrong with every row.
@@ -118,11 +113,7 @@ class CorpusCompressor:
             batch: Columns: `id`, `text_column`, and what a store keeps beside a memory, `metadata` (JSON texts).
 
         Returns:
-            Rows of a [`MemoryStore`] in the order of the batch, and beside them `error`, null for a row that was
-            compressed. A row that was not has the reason there, and no slots.
-
-        Raises:
-            ValueError: no such column.
+            Rows of a [`MemoryStore`] in the batch's order, and beside them `error`: null, or why a row has no slots.
         """
         if missing := [name for name in ("id", self.text_column) if name not in batch]:
             raise ValueError(f"the batch has no column {missing[0]!r}; its columns are {sorted(batch)}")
@@ -204,10 +195,11 @@ class CorpusCompressor:
         from ..modeling.checkpoint.pretrained_bases import load_from_place, tokenizer_from_place
 
         place: Any = self.model  # a pipeline that was given is there already
-        model = load_from_place(place, dtype=self.dtype, base_model=self._base_model, **self._loading)
+        options = {"dtype": self.dtype, "base_model": self._base_model, "revision": self._revision}
+        model = load_from_place(place, **options)
         if "compression_ratios" not in model.config.to_dict():
             raise ValueError(f"{self.model} is a model of type {model.config.model_type!r}, not a context compressor")
-        tokenizer = tokenizer_from_place(place, **self._loading)
+        tokenizer = tokenizer_from_place(place, revision=self._revision)
         device = self.device
         if device == "auto":
             accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the rows of a collection come from: Parquet and JSONL files, text files, folders of these, Hub data sets.
+"""Rows of a collection: Parquet and JSONL files, text files, folders of these, Hub data sets.
 
 A collection is cut into parts that processes read apart. What a row is called depends on its place alone, so that a
 run that is taken up again knows it.
@@ -24,13 +24,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class CorpusColumns:
-    """Names of a collection's columns.
-
-    Args:
-        text: with the text.
-        id: with a row's id; if not given, ids are made of the file's name and the row's number, counted from 0.
-        metadata: what is kept beside the memory.
-    """
+    """Names of a collection's columns: text, id (else file name and row number), and further ones to keep."""
 
     text: str = "text"
     id: str | None = None
@@ -38,20 +32,15 @@ class CorpusColumns:
 
     @property
     def names(self) -> list[str]:
-        """All of them."""
+        """Return all of them."""
         return [name for name in (self.text, self.id, *self.metadata) if name is not None]
 
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """Rows that one process reads.
+    """Rows that one process reads: a file (".jsonl", "text"), a row group (".parquet"), or a shard ("hub").
 
-    Args:
-        kind: ".parquet", ".jsonl", "text" or "hub".
-        name: of the part's file, which ids begin with; a data set's name.
-        path: its file; of a Hub data set its split.
-        index: row group of a Parquet file, shard of a Hub data set.
-        first_row: rows of the file before it.
+    Ids begin with `name`; `path` is the file, or a data set's split.
     """
 
     kind: str

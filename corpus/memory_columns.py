@@ -29,7 +29,7 @@ _PAIR_TYPES = {"head_ids": pyarrow.int16(), "coarsest_ratios": pyarrow.uint8()}
 
 @dataclass(frozen=True)
 class MemoryForm:
-    """What all memories of one store have in common.
+    """Properties that all memories of one store have in common.
 
     Args:
         model_id: name of the compressor that made them.

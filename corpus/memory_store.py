@@ -37,19 +37,14 @@ def import_lance() -> Any:
 class MemoryStore:
     """Memories of one compressor by id, with their texts and metadata, in a Lance data set.
 
-    Columns: `id`; `slots`, a list of fixed-size lists, one for each slot; `scales` of quantised ones; `position_ids`,
-    null where they count from 0; `num_tokens`; `ratio`; `question_fingerprint`; `model_id`; `text`; `metadata`, a JSON
-    object; `checksum` of all of these. Every change makes a new version at once or not at all, so that a
-    process that is killed leaves the last one. A `MemoryStore` reads the version that it was opened at, whatever
-    others write, until `refresh`; its own changes refresh it.
+    Every change makes a new version at once or not at all, so that a process that is killed leaves the last one. A
+    `MemoryStore` reads the version that it was opened at until `refresh`; its own changes refresh it.
 
     ```python
     store = MemoryStore.create("pages.lance", memory, dtype="int8")
     store.add(["page-1", "page-2"], memory, texts=texts)
     memory = store.get(["page-2", "page-1"])
     ```
-
-    Build one with `create` or `open`.
     """
 
     def __init__(self, dataset: LanceDataset):
@@ -61,7 +56,7 @@ class MemoryStore:
 
     @classmethod
     def create(cls, path: str | os.PathLike, memory: CompressedContext, dtype: str = "int8") -> MemoryStore:
-        """An empty store for memories like one that is given.
+        """Make an empty store for memories like one that is given.
 
         Args:
             path: its folder, or an address that Lance knows, such as `s3://bucket/pages.lance`.
@@ -78,7 +73,7 @@ class MemoryStore:
 
     @classmethod
     def _create(cls, path: str | os.PathLike, form: MemoryForm) -> MemoryStore | None:
-        """An empty store; nothing where there is one."""
+        """Make an empty store; return nothing where there is one."""
         try:
             return cls(import_lance().write_dataset(form.schema.empty_table(), os.fspath(path), mode="create"))
         except OSError as error:
@@ -87,31 +82,26 @@ class MemoryStore:
             return None
 
     @classmethod
-    def open(cls, path: str | os.PathLike, model_id: str | None = None, version: int | None = None) -> MemoryStore:
-        """A store that is there.
+    def open(cls, path: str | os.PathLike, model_id: str | None = None) -> MemoryStore:
+        """Open a store, at its last version.
 
         Args:
             path: as `create` takes it.
             model_id: refuse a store of any other model.
-            version: an earlier version; the last one if not given.
 
         Raises:
             ImportError: Lance is not installed.
-            ValueError: no such store or version, or one of another model.
+            ValueError: no such store, or one of another model.
         """
-        lance = import_lance()
-        try:
-            store = cls(lance.dataset(os.fspath(path), version=version))
-        except (OSError, ValueError) as error:
-            asked = "" if version is None else f" at version {version}"
-            raise ValueError(f"there is no store {path}{asked}: {str(error).splitlines()[0]}") from error
+        if (store := cls.find(path)) is None:
+            raise ValueError(f"there is no store {path}")
         if model_id is not None and store.model_id != model_id:
             raise ValueError(f"{path} is a store of the model {store.model_id!r}, not of {model_id!r}")
         return store
 
     @classmethod
     def find(cls, path: str | os.PathLike) -> MemoryStore | None:
-        """The store, or nothing where there is none."""
+        """Return the store, or nothing where there is none."""
         try:
             return cls(import_lance().dataset(os.fspath(path)))
         except ValueError as error:
@@ -121,16 +111,9 @@ class MemoryStore:
 
     @classmethod
     def find_or_create(cls, path: str | os.PathLike, form: MemoryForm) -> MemoryStore:
-        """The store; where there is none an empty one is made, by one of all who try at once.
-
-        Raises:
-            ValueError: its memories are of another model, dtype or form.
-        """
-        # An empty store is false.
-        while (store := cls.find(path)) is None:
-            store = cls._create(path, form)
-            if store is not None:
-                break
+        """Return the store, made by one of all who try at once where there is none; `ValueError` for another form."""
+        while (store := cls.find(path)) is None and (store := cls._create(path, form)) is None:
+            pass
         store.form.check(form)
         return store
 
@@ -222,7 +205,7 @@ class MemoryStore:
         return result["num_inserted_rows"]
 
     def contains(self, ids: Sequence[str]) -> list[bool]:
-        """Of each id whether the store has it; `TypeError` for one id in place of several."""
+        """Return for each id True if the store has it; `TypeError` for one id in place of several."""
         check_several(ids)
         found = {name for table in self._found(ids, ["id"]) for name in table["id"].to_pylist()}
         return [name in found for name in ids]
@@ -237,7 +220,7 @@ class MemoryStore:
             yield from batch.column("id").to_pylist()
 
     def get(self, ids: Sequence[str]) -> CompressedContext:
-        """The memories of some ids, in one read.
+        """Return the memories of some ids, in one read.
 
         Args:
             ids: in the order of the memory's rows; one may stand several times.

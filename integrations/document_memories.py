@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LangChain, LlamaIndex and Haystack share here: documents compressed once, memories by id, answers from them."""
+"""Documents compressed once, memories by id and answers from them, for LangChain, LlamaIndex and Haystack."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class DocumentMemories:
             _LIVE[json.dumps(self.to_dict(), sort_keys=True)] = self
 
     def to_dict(self) -> dict[str, Any]:
-        """The arguments, as JSON holds them; `ValueError` where the model is a pipeline that is loaded already."""
+        """Return the arguments, as JSON holds them; `ValueError` where the model is a loaded pipeline."""
         if self.compressor.model is None:
             raise ValueError("a loaded pipeline is not written down: give the model's folder or Hub id in its place")
         return {"model": self.compressor.model, "ratio": self.compressor.ratio, "store": self.place, **self._options}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DocumentMemories:
-        """The object of some arguments: the one that this process has already, with its memories, or a new one."""
+        """Return the object of some arguments that this process has already, with its memories, or a new one."""
         return _LIVE.get(json.dumps(dict(data), sort_keys=True)) or cls(**data)
 
     @property
@@ -90,14 +90,14 @@ class DocumentMemories:
 
     @property
     def store(self) -> MemoryStore | None:
-        """The store, made when it is first asked for; nothing where memories are kept in the process."""
+        """Return the store, made at first use; nothing where memories are kept in the process."""
         with self._lock:
             if self._store is None and self.place is not None:
                 self._store = MemoryStore.find_or_create(self.place, self.compressor.form)
             return self._store
 
     def compress(self, documents: Sequence[str | None], ids: Sequence[Any] | None = None) -> list[str | None]:
-        """The ids of some documents' memories; what is not there yet is compressed, in common batches.
+        """Return the ids of documents' memories; compress those that are not there yet, in common batches.
 
         Args:
             documents: Their texts. One that is blank, or `None`, has no memory.
@@ -155,7 +155,7 @@ class DocumentMemories:
         return text[: min(ends, default=None)].strip()
 
     def _kept(self, texts: list[str], ids: Sequence[Any]) -> list[str | None]:
-        """Of each text the id that it has, where that is still right, or else its own; nothing for a blank one."""
+        """Return for each text the id that it has, where that is still right, or its own; nothing for a blank one."""
         names = [self._own_id(text) if text.strip() else None for text in texts]
         asked = [id_ for id_, name in zip(ids, names, strict=True) if isinstance(id_, str) and name is not None]
         if self.store is None or not asked:
@@ -206,7 +206,7 @@ class DocumentMemories:
 
 
 def memory_ids(texts: Iterable[str | None], metadata: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The ids that documents carry in their metadata; `ValueError` for a document with a text and without an id."""
+    """Return the ids in documents' metadata; `ValueError` for a document with a text and without an id."""
     ids = []
     for text, described in zip(texts, metadata, strict=True):
         if isinstance(described.get(MEMORY_ID), str):

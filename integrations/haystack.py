@@ -15,7 +15,7 @@ except ImportError as error:
 
 
 class _OfMemories:
-    """What components with memories share: how they are loaded and written down."""
+    """Loading and serialization of components with memories."""
 
     memories: DocumentMemories
 
@@ -47,11 +47,7 @@ class MemoryDocumentCompressor(_OfMemories):
 
     @component.output_types(documents=list[Document])
     def run(self, documents: list[Document]) -> dict[str, list[Document]]:
-        """Copies of documents that carry the ids of their memories.
-
-        Args:
-            documents: The documents.
-        """
+        """Return copies of documents that carry the ids of their memories."""
         ids = self.memories.compress(
             [document.content for document in documents], [document.meta.get(MEMORY_ID) for document in documents]
         )
@@ -85,16 +81,7 @@ class MemoryReader(_OfMemories):
     def run(
         self, query: str, documents: list[Document], generation_kwargs: dict[str, Any] | None = None
     ) -> dict[str, list[str]]:
-        """One reply.
-
-        Args:
-            query: The question.
-            documents: Of a `MemoryDocumentCompressor`; blank ones are left out.
-            generation_kwargs: Arguments of `generate` over those of the component.
-
-        Raises:
-            ValueError: A document that was not compressed.
-        """
+        """Return one reply; `ValueError` for a document that was not compressed."""
         ids = memory_ids([document.content for document in documents], [document.meta for document in documents])
         asked = {**self.generation_kwargs, **(generation_kwargs or {})}
         return {"replies": [self.memories.answer(query, ids, **asked)]}

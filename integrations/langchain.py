@@ -37,13 +37,7 @@ class MemoryDocumentCompressor(BaseDocumentCompressor):
     def compress_documents(
         self, documents: Sequence[Document], query: str = "", callbacks: Callbacks | None = None
     ) -> list[Document]:
-        """Copies of documents that carry the ids of their memories.
-
-        Args:
-            documents: What a retriever found, or a whole collection ahead of all questions.
-            query: Not read: a memory serves any question.
-            callbacks: Not called.
-        """
+        """Return copies of documents that carry the ids of their memories; `query` and `callbacks` are not read."""
         ids = self.memories.compress(
             [document.page_content for document in documents],
             [document.metadata.get(MEMORY_ID) for document in documents],
@@ -92,22 +86,13 @@ class ChatMemoryReader(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        # A call's own over those of `generation`.
-        given = {**self.generation, **kwargs, **({} if stop is None else {"stop": stop})}
-        answer = self.memories.answer(*_read(messages), **given)
+        options = {**self.generation, **kwargs, **({} if stop is None else {"stop": stop})}
+        answer = self.memories.answer(*_read(messages), **options)
         return ChatResult(generations=[ChatGeneration(message=AIMessage(answer))])
 
 
 def memory_message(question: str, documents: Sequence[Document]) -> HumanMessage:
-    """A question about compressed documents, which are read in their order.
-
-    Args:
-        question: The question.
-        documents: Of a `MemoryDocumentCompressor`; blank ones are left out.
-
-    Raises:
-        ValueError: A document that was not compressed.
-    """
+    """Return a message that asks about compressed documents; `ValueError` for one that was not compressed."""
     ids = memory_ids([document.page_content for document in documents], [document.metadata for document in documents])
     blocks = [{"type": "memory", MEMORY_ID: id_} for id_ in ids]
     return HumanMessage([*blocks, {"type": "text", "text": question}])

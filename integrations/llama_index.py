@@ -33,7 +33,7 @@ class MemoryPostprocessor(BaseNodePostprocessor):
 
     @classmethod
     def class_name(cls) -> str:
-        """The name in what LlamaIndex writes down."""
+        """Return the name for LlamaIndex's serialization."""
         return "MemoryPostprocessor"
 
     def _postprocess_nodes(
@@ -72,7 +72,7 @@ class MemorySynthesizer(BaseSynthesizer):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
-        """The answer to a question from some nodes; see `BaseSynthesizer`."""
+        """Answer a question from nodes; see `BaseSynthesizer`."""
         given = {"additional_source_nodes": additional_source_nodes, "memory_ids": _ids(nodes), **response_kwargs}
         return super().synthesize(query, nodes, **given)
 
@@ -94,14 +94,7 @@ class MemorySynthesizer(BaseSynthesizer):
         memory_ids: Sequence[str] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
-        """The answer from memories; texts are compressed where no ids are given.
-
-        Args:
-            query_str: The question.
-            text_chunks: The documents' texts.
-            memory_ids: Of their memories.
-            response_kwargs: Arguments of `generate` over those of `generation`.
-        """
+        """Return the answer from memories; texts are compressed where no ids are given."""
         ids = memory_ids
         if ids is None:
             ids = [id_ for id_ in self.memories.compress(text_chunks) if id_ is not None]
@@ -133,7 +126,9 @@ def _ids(nodes: Sequence[NodeWithScore]) -> list[str]:
 
 
 def _with_memory_id(node: NodeWithScore, memory_id: str | None) -> NodeWithScore:
-    unseen = ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys")
-    update: dict[str, Any] = {name: list(dict.fromkeys([*getattr(node.node, name), MEMORY_ID])) for name in unseen}
-    update["metadata"] = with_memory_id(node.metadata, memory_id)
+    update = {
+        "metadata": with_memory_id(node.metadata, memory_id),
+        "excluded_llm_metadata_keys": list({*node.node.excluded_llm_metadata_keys, MEMORY_ID}),
+        "excluded_embed_metadata_keys": list({*node.node.excluded_embed_metadata_keys, MEMORY_ID}),
+    }
     return NodeWithScore(node=node.node.model_copy(update=update), score=node.score)

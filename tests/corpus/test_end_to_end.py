@@ -20,33 +20,18 @@ NAMES = ["Nora Zill", "Olaf Berg", "Elin Moe", "Ada Holm", "Ivar Dal", "Siri Lun
 @pytest.mark.slow
 def test_a_collection_is_compressed_searched_and_answered_from(small_checkpoints, tmp_path, monkeypatch, capsys):
     model, data, place = small_checkpoints / "mean_pooling", tmp_path / "qa.parquet", tmp_path / "s.lance"
-    rows = [
-        {
-            "context": f"The mill of number {i} was built by {name}.",
-            "question": f"Who built {name}'s?",
-            "answers": [name],
-        }
-        for i, name in enumerate(NAMES)
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), data)
-    command = [
-        "corpus_questions.py",
-        str(model),
-        str(data),
-        "--chunks",
-        "7",
-        "--questions",
-        "3",
-        "--max-new-tokens",
-        "4",
-    ]
-    monkeypatch.setattr(sys, "argv", [*command, "--memories", "2", "--store", str(place)])
+    texts = [f"The mill of number {i} was built by {name}." for i, name in enumerate(NAMES)]
+    asked = [f"Who built {name}'s?" for name in NAMES]
+    columns = {"context": texts, "question": asked, "answers": [[name] for name in NAMES]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), data)
+    options = "--chunks 7 --questions 3 --max-new-tokens 4 --memories 2 --store"
+    monkeypatch.setattr(sys, "argv", ["corpus_questions.py", str(model), str(data), *options.split(), str(place)])
     runpy.run_path(str(ROOT / "examples" / "corpus_questions.py"), run_name="__main__")
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (report["chunks"], report["questions"], report["found"]) == (7, 3, 1.0)
     assert all(0 <= report[f"{side}_f1"] <= 100 for side in ("memories", "text"))
     store = MemoryStore.open(place)
-    assert sorted(store.texts().values()) == [row["context"] for row in rows[:7]]
+    assert sorted(store.texts().values()) == texts[:7]
     # What the pipeline reads from the store is what it reads of the same memories.
     pipe = CorpusCompressor(model, dtype="float32", device="cpu").pipe
     ids = [name for name, _ in BM25Search(store).search("Ada Holm built the mill", k=5)]

@@ -82,7 +82,6 @@ def test_versions_stay_readable_until_they_are_compacted_and_a_reader_keeps_its_
     store.add(["c"], memory.rows(0))
     store.delete(["a"])
     assert (sorted(store.ids()), sorted(reader.ids())) == (["b", "c"], ["a", "b"])
-    assert sorted(MemoryStore.open(tmp_path / "s.lance", version=reader.version).ids()) == ["a", "b"]
     assert_same(reader.get(["a"]), stored(memory, "float16").rows(0))
     store.compact()
     assert_same(store.get(["c", "b"]), stored(memory, "float16"))
@@ -126,7 +125,6 @@ def test_what_is_wrong_is_named(tmp_path):
         "must be finite": lambda: store.add(["c", "d"], infinite),
         "there is a store": lambda: MemoryStore.create(tmp_path / "s.lance", memory),
         "there is no store": lambda: MemoryStore.open(tmp_path / "t.lance"),
-        "at version 99": lambda: MemoryStore.open(tmp_path / "s.lance", version=99),
         "dtype of a store: 'int3'": lambda: MemoryStore.create(tmp_path / "t.lance", memory, "int3"),
         "the store has format version 1, this code reads version 3": lambda: MemoryForm.from_json('{"dtype": "int8"}'),
         "a memory without `model_id`": lambda: MemoryStore.create(tmp_path / "t.lance", replace(memory, model_id="")),
