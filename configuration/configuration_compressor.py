@@ -15,8 +15,11 @@ from .field_checks import (
     ratio_tuple,
 )
 from .layer_shape import linear_flops, max_positions, stack_flops
-from .versions import CODE_VERSION, CONFIG_SCHEMA, check_schema
 
+# That of the package; a checkpoint's own code cannot ask the package.
+CODE_VERSION = "0.1.0"
+# Grows when a field changes its name or its meaning, not when one with a default value joins.
+CONFIG_SCHEMA = 2
 POSITION_LAYOUTS = ("default", "uniform", "enhanced")
 PROMPT_FORMATS = ("plain", "chat")
 # The task of `transformers.pipeline`, and the Auto classes whose models it can ask.
@@ -213,7 +216,14 @@ class CompressorConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As `PreTrainedConfig.from_dict`; a `ValueError` for a configuration that this code does not read."""
-        check_schema(config_dict)
+        schema, written_by = config_dict.get("config_schema", 0), config_dict.get("code_version", "an unknown version")
+        if schema != CONFIG_SCHEMA:
+            other = "a newer" if schema > CONFIG_SCHEMA else "an older"
+            raise ValueError(
+                f"this configuration has schema {schema} (context-compressors {written_by}), and {CODE_VERSION} reads "
+                f"{CONFIG_SCHEMA}: install {other} context-compressors, or load the checkpoint with the code beside "
+                "it, by trust_remote_code=True in a process that does not import this package"
+            )
         return super().from_dict(config_dict, **kwargs)
 
     @classmethod

@@ -5,7 +5,7 @@ from typing import Any
 
 from .configuration_compressor import CompressorConfig
 from .field_checks import check_left_out, int_between, lora_or, one_of
-from .layer_shape import linear_flops
+from .layer_shape import LayerShape, linear_flops
 
 # Keys and values are made before the text is known, by the model that reads them.
 _LEFT_OUT = ("encoder_config", "task_token_ids", "bos_before_slots")
@@ -22,8 +22,6 @@ class RankedKeyValuesConfig(CompressorConfig):
         encoder_lora (`dict` or `None`, defaults to rank 8, alpha 16 on all linear maps):
             The adapter of the one model that reads contexts and answers. `None`: the base stays as it is, and the
             scorers alone train.
-        shared_adapter (`bool`, *optional*):
-            Always as here: `True` with an adapter, `False` without.
         opening_ids (sequence of `int`, defaults to `()`):
             Token ids behind which every chunk of a context is read, such as a chat's up to where a document would
             stand. They are in no memory: texts bring them, and `slots_after_ids` tell where they end there.
@@ -44,7 +42,6 @@ class RankedKeyValuesConfig(CompressorConfig):
         self,
         compression_ratios: int | list[int] | tuple[int, ...] = (4, 8, 2, 16),
         encoder_lora: dict[str, Any] | str | None = "default",
-        shared_adapter: bool | None = None,
         opening_ids: list[int] | tuple[int, ...] = (),
         repeat_size: int = 2048,
         position_layout: str = "enhanced",
@@ -53,17 +50,11 @@ class RankedKeyValuesConfig(CompressorConfig):
         self.opening_ids = list(opening_ids)
         self.repeat_size = int_between("repeat_size", repeat_size, 16)
         has_adapter = encoder_lora is not None
-        if shared_adapter not in (None, has_adapter):
-            raise ValueError(
-                "`shared_adapter` must be left out: one model reads contexts and answers, got "
-                f"{shared_adapter!r} beside the `encoder_lora` {encoder_lora!r}"
-            )
         super().__init__(
             compression_ratios=compression_ratios,
             encoder_lora=lora_or(encoder_lora, {"rank": 8, "alpha": 16}),
-            shared_adapter=has_adapter,
             position_layout=one_of("position_layout", position_layout, ("enhanced",)),
-            **kwargs,
+            **{**kwargs, "shared_adapter": has_adapter},
         )
         check_left_out(
             self,
@@ -79,6 +70,6 @@ class RankedKeyValuesConfig(CompressorConfig):
 
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
         """Operations of the base over opening and context, and of the scorers."""
-        heads = getattr(self.decoder_config, "num_key_value_heads", None) or self.decoder_config.num_attention_heads
+        heads = LayerShape.from_config(self.decoder_config).num_key_value_heads
         scorers = self.num_hidden_layers * linear_flops(num_tokens, self.hidden_size, heads)
         return super().chunk_flops(num_tokens + len(self.opening_ids), ratio) + scorers

@@ -23,7 +23,6 @@ class VoCoConfig(CompressorConfig):
             which has 1 to 128 of them for an image of 576 tokens; the ratio is then but a name. `None`: ceil(n / r).
         encoder_lora: Adapters of the one model that compresses and reads. `None` where the whole model trains, as in
             the paper; `trainable_parameters` then says so. Defaults to rank 16, alpha 16 on all linear maps.
-        shared_adapter: Always as here: `True` with adapters, `False` without.
         bos_before_text: BOS and a system prompt belong to the context; what comes behind the VoCo tokens sees them no
             more.
         vision_language_config: Configuration of the vision-language model. `None`: contexts are text.
@@ -40,7 +39,6 @@ class VoCoConfig(CompressorConfig):
         decoder_config: PreTrainedConfig | dict[str, Any] | None = None,
         num_voco_tokens: int | None = None,
         encoder_lora: dict[str, Any] | str | None = "default",
-        shared_adapter: bool | None = None,
         bos_before_text: bool = False,
         vision_language_config: PreTrainedConfig | dict[str, Any] | None = None,
         **kwargs: Any,
@@ -57,17 +55,11 @@ class VoCoConfig(CompressorConfig):
             _check_image_tokens(self.vision_language_config)
             kwargs.setdefault("tie_word_embeddings", bool(self.vision_language_config.tie_word_embeddings))
         has_adapter = encoder_lora is not None
-        if shared_adapter not in (None, has_adapter):
-            raise ValueError(
-                "`shared_adapter` must be left out: VoCo compresses and reads with the same weights, got "
-                f"{shared_adapter!r} beside the `encoder_lora` {encoder_lora!r}"
-            )
         super().__init__(
             decoder_config=decoder_config,
             encoder_lora=lora_or(encoder_lora, {}),
-            shared_adapter=has_adapter,
             bos_before_text=bos_before_text,
-            **kwargs,
+            **{**kwargs, "shared_adapter": has_adapter},
         )
         left_out = ["encoder_config", "bos_before_slots", "slots_after_ids"]
         check_left_out(

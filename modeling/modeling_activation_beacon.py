@@ -87,7 +87,7 @@ class BeaconMaps(nn.ModuleList):
         for own, layer in zip(maps, attention_maps(backbone, names), strict=True):
             for name, beacon in own.items():
                 for part, parameter in beacon.named_parameters():
-                    init.copy_(parameter, getattr(layer[name], part))
+                    init.copy_(parameter, layer[name].get_parameter(part))
 
     def at(self, places: Tensor, backbone: nn.Module, names: Sequence[str]) -> AbstractContextManager[None]:
         """Inside this block these maps stand in for the base's own in this thread, at some places of the pass's batch,

@@ -22,12 +22,7 @@ from .memory.headwise_pairs import HeadwisePairs, kept_pairs
 
 
 class KVZipModel(KeyValueSelectionModel, HeadwiseModel):
-    r"""
-    Keeps the keys and values that the base attends to most when it reads the context a second time.
-
-    Args:
-        config ([`KVZipConfig`]): the configuration.
-    """
+    """Keeps the keys and values that the base attends to most when it reads the context a second time."""
 
     config_class = KVZipConfig
 
@@ -79,11 +74,6 @@ class KVZipModel(KeyValueSelectionModel, HeadwiseModel):
 
 
 class KVZipForCausalLM(CompressorForCausalLM):
-    r"""
-    [`KVZipModel`] with the decoder's LM head.
-
-    Args:
-        config ([`KVZipConfig`]): the configuration.
-    """
+    """[`KVZipModel`] with the decoder's LM head."""
 
     model_class = KVZipModel

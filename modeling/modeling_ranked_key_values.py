@@ -19,11 +19,11 @@ from ..configuration.configuration_ranked_key_values import RankedKeyValuesConfi
 from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks, cut
-from .compressor.headwise_reading import HeadwiseModel, InputRecorder
+from .compressor.headwise_reading import HeadwiseModel
 from .compressor.validation import TokenRows, check_context_length, check_together
 from .memory.compressed_context import CompressedContext, KeyValues
 from .memory.headwise_pairs import HeadwisePairs, kept_pairs
-from .memory.key_value_memory import inverse_frequencies, key_value_shape
+from .memory.key_value_memory import KeyValueRecorder, inverse_frequencies, key_value_shape
 from .parts.base_precision import Float32Linear
 from .parts.packing import PackedSequence, text_positions
 from .parts.position_layout import rotated, rotation
@@ -57,9 +57,6 @@ class RankedKeyValuesModel(HeadwiseModel):
     (2) and its fit are KVzap-Linear's (2601.07891), (5) and the shared budget of (3) KVzip's (2505.23416) and Fast
     KVzip's (2601.17668). Learned selection with an adapter is near KV-Distill (2503.10337), nested rankings are
     KVP's (2602.10238), and learned budgets LKV's (2605.06676). RestoreKV (2608.01247) adds learned tokens.
-
-    Args:
-        config ([`RankedKeyValuesConfig`]): the configuration.
     """
 
     config_class = RankedKeyValuesConfig
@@ -175,7 +172,7 @@ class RankedKeyValuesModel(HeadwiseModel):
 
     # --- what stays of them ---
 
-    def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def beside_contexts(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
         return {name: arguments.pop(name) for name in ("own_losses",) if name in arguments}
 
     def encode(  # type: ignore[override]
@@ -276,7 +273,7 @@ class RankedKeyValuesModel(HeadwiseModel):
             states = states[:, self.first_slot_position :]
             return states if take is None else take(layer, states)
 
-        recorder = InputRecorder(places, of_context)
+        recorder = KeyValueRecorder(places, of_context)
         self.encoder_outputs(input_ids, mask, position_ids, cache=recorder, is_full=chunks.is_full)
         # Under autocast rotated keys are float32 and values are not.
         pairs = tuple((keys.to(self.dtype), values.to(self.dtype)) for keys, values in recorder.close())
@@ -380,11 +377,6 @@ def _by_head(scores: Sequence[Tensor]) -> Tensor:
 
 
 class RankedKeyValuesForCausalLM(CompressorForCausalLM):
-    r"""
-    [`RankedKeyValuesModel`] with the decoder's LM head.
-
-    Args:
-        config ([`RankedKeyValuesConfig`]): the configuration.
-    """
+    """[`RankedKeyValuesModel`] with the decoder's LM head."""
 
     model_class = RankedKeyValuesModel

@@ -15,15 +15,15 @@ from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.key_value_selection import KeyValueSelectionModel, ReadContext
 from .compressor.question_conditioning import check_question, question_fingerprints, question_rows
 from .compressor.validation import TokenRows
-from .memory.compressed_context import CompressedContext, KeyValues
+from .memory.compressed_context import CompressedContext
 
 
 class SnapKVModel(KeyValueSelectionModel):
     r"""
     Keeps, in each layer and key/value head, the keys and values that the last tokens attend to most.
 
-    Args:
-        config ([`SnapKVConfig`]): the configuration.
+    With `question_placement="encoder"` these are the question's: `compress` takes `question_input_ids`
+    `(batch_size or 1, num_question_tokens)` and `question_attention_mask`, the text that will follow the memory.
     """
 
     config_class = SnapKVConfig
@@ -64,16 +64,6 @@ class SnapKVModel(KeyValueSelectionModel):
         # The query heads of a key/value head vote together, since they read the same keys.
         return votes.unflatten(1, (-1, attention.shape[1] // self.config.decoder_config.num_key_value_heads)).mean(2)
 
-    def encode(
-        self, chunks: Any, ratios: Sequence[int | Tensor], question: TokenRows | None = None
-    ) -> list[KeyValues]:
-        if question is None and self.config.compresses_questions:
-            raise ValueError(
-                "this compressor reads a context together with its question (`question_placement='encoder'`): "
-                "`compress(..., question_input_ids=...)`, or ask with `generate`"
-            )
-        return super().encode(chunks, ratios, question)
-
     def first_inputs(
         self, text: TokenRows, position_ids: Tensor | None, memory: CompressedContext | None, *args: Any, **kwargs: Any
     ) -> Any:
@@ -86,79 +76,34 @@ class SnapKVModel(KeyValueSelectionModel):
         # The first pass reads the whole question, which it checks.
         return input_ids.shape[1] if self.config.compresses_questions else super().num_in_front(input_ids)
 
-    def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The question, as `compress` has checked it."""
-        return {"question": arguments.pop("question")} if isinstance(arguments.get("question"), TokenRows) else {}
+    def beside_contexts(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
+        """Take out the question: ids and mask that `compress` is given, or the text that `generate` goes on from."""
+        asked = [arguments.pop(name, None) for name in ("question_input_ids", "question_attention_mask")]
+        if asked[0] is None and self.config.compresses_questions and text is not None:
+            asked = text
+        return {} if asked[0] is None else {"question": asked}
 
-    def compress(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        ratio: int | Tensor | Sequence[int] | None = None,
-        allow_untrained_ratio: bool = True,
-        question_input_ids: Tensor | None = None,
-        question_attention_mask: Tensor | None = None,
-        **unused: Any,
-    ) -> CompressedContext | list[CompressedContext]:
-        """Compress contexts into keys and values; see [`CompressorBackbone.compress`], and:
-
-        Args:
-            question_input_ids: `(batch_size or 1, num_question_tokens)`, needed with `question_placement="encoder"`:
-                the text that will follow the memory, whose last tokens choose what stays. The memory answers no other
-                one.
-            question_attention_mask: its mask.
-
-        Raises:
-            ValueError: a question where the configuration has none, or none where it needs one.
-        """
-        if question_input_ids is None:
-            return super().compress(input_ids, attention_mask, ratio, allow_untrained_ratio, **unused)
-        asked = (question_input_ids, question_attention_mask, len(input_ids))
-        question = question_rows(*asked, self.config, self.config.vocab_size)
-        memories = super().compress(
-            input_ids, attention_mask, ratio, allow_untrained_ratio, question=question, **unused
-        )
-        fingerprints = question_fingerprints(question.input_ids, question.attention_mask).expand(len(input_ids))
-        for memory in memories if isinstance(memories, list) else [memories]:
+    def compress_rows(
+        self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = True, question: Any = None
+    ) -> list[CompressedContext]:
+        """See [`CompressorBackbone.compress_rows`]; a memory answers no question but the one that it is made with."""
+        if question is None and self.config.compresses_questions:
+            raise ValueError(
+                "this compressor reads a context together with its question (`question_placement='encoder'`): "
+                "`compress(..., question_input_ids=...)`, or ask with `generate`"
+            )
+        if question is None:
+            return super().compress_rows(context, ratios)
+        num_rows = len(context.input_ids)
+        asked = question_rows(*question, num_rows, self.config, self.config.vocab_size)
+        memories = super().compress_rows(context, ratios, question=asked)
+        fingerprints = question_fingerprints(asked.input_ids, asked.attention_mask).expand(num_rows)
+        for memory in memories:
             memory.question_fingerprints = fingerprints.clone()
         return memories
 
 
 class SnapKVForCausalLM(CompressorForCausalLM):
-    r"""
-    [`SnapKVModel`] with the decoder's LM head.
-
-    Args:
-        config ([`SnapKVConfig`]): the configuration.
-    """
+    """[`SnapKVModel`] with the decoder's LM head."""
 
     model_class = SnapKVModel
-
-    @torch.no_grad()
-    def generate(
-        self,
-        inputs: Tensor | None = None,
-        *,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        memory: CompressedContext | None = None,
-        context_input_ids: Tensor | None = None,
-        context_attention_mask: Tensor | None = None,
-        ratio: int | Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """See [`CompressorForCausalLM.generate`]; with `question_placement="encoder"` a context is compressed with the
-        question.
-        """
-        question = inputs if input_ids is None else input_ids
-        context = {"context_input_ids": context_input_ids, "context_attention_mask": context_attention_mask}
-        is_alone = memory is None and self.config.compresses_questions
-        if is_alone and context_input_ids is not None and isinstance(question, Tensor):
-            if attention_mask is None:
-                attention_mask = self._mask_of_pads(question, kwargs)
-            asked = {"question_input_ids": question, "question_attention_mask": attention_mask}
-            memory = self.compress(context_input_ids, context_attention_mask, ratio, **asked)
-            context, ratio = {}, None
-        return super().generate(
-            inputs, input_ids=input_ids, attention_mask=attention_mask, memory=memory, ratio=ratio, **context, **kwargs
-        )

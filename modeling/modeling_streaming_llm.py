@@ -13,12 +13,7 @@ from .memory.compressed_context import CompressedContext
 
 
 class StreamingLLMModel(KeyValueSelectionModel):
-    r"""
-    Keeps the keys and values of a context's first tokens and of its latest ones, in every layer and head.
-
-    Args:
-        config ([`StreamingLLMConfig`]): the configuration.
-    """
+    """Keeps the keys and values of a context's first tokens and of its latest ones, in every layer and head."""
 
     config_class = StreamingLLMConfig
 
@@ -45,11 +40,6 @@ class StreamingLLMModel(KeyValueSelectionModel):
 
 
 class StreamingLLMForCausalLM(CompressorForCausalLM):
-    r"""
-    [`StreamingLLMModel`] with the decoder's LM head.
-
-    Args:
-        config ([`StreamingLLMConfig`]): the configuration.
-    """
+    """[`StreamingLLMModel`] with the decoder's LM head."""
 
     model_class = StreamingLLMModel

@@ -114,7 +114,7 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
 
     # --- contexts with images ---
 
-    def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def beside_contexts(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
         """Take out images: `pixel_values`, and what the base's processor gives beside it."""
         if self.image_model is None:
             return {}

@@ -65,6 +65,7 @@ from .configuration_ranked_key_values import (
     CODE_VERSION,
     CONFIG_SCHEMA,
     CompressorConfig,
+    LayerShape,
     POSITION_LAYOUTS,
     check_choice,
     max_positions,
@@ -297,9 +298,8 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: 
             layer.__class__ = _adapted_by_pass(kind)
         layer.passes = passes
         layer._active_adapter = _of_the_decoder(layer)
-        for part in ("lora_A", "lora_B"):
-            for module in getattr(layer, part).values():
-                module._is_hf_initialized = True
+        for module in (*layer.lora_A.values(), *layer.lora_B.values()):
+            module._is_hf_initialized = True
 
 
 def initialize_lora(model: nn.Module, names: tuple[str, ...] = OWN_ADAPTERS) -> None:
@@ -857,7 +857,7 @@ def weights_fingerprint(model: Any, of_answers: bool = False, stored: Mapping[st
         owner, _, own = name.rpartition(".")
         module = model.get_submodule(owner)
         with at_hand(module):
-            values = whole(getattr(module, own).detach())
+            values = whole(module.get_parameter(own).detach())
         source = (stored or {}).get(name)
         if source is not None and source.shape == values.shape and source.to(values).equal(values):
             values = source.to(values.device)
@@ -1362,7 +1362,7 @@ def map_carrier(memory: Any, function: Callable[[Tensor], Tensor]) -> dict[str, 
     """The carrier's field and `scales` after a function of each tensor, whose last dimension but one is the slots."""
     fields: dict[str, Any] = {}
     for name in (memory.carrier, "scales"):
-        value = getattr(memory, name)
+        value = vars(memory)[name]
         if isinstance(value, tuple):
             fields[name] = tuple((function(keys), function(values)) for keys, values in value)
         elif value is not None:
@@ -1377,7 +1377,7 @@ def key_values_name(num_layers: int, num_heads: int, head_dim: int) -> str:
 
 def num_bytes(memory: Any) -> int:
     """Bytes of a memory's real slots, with their scales and what is said of each pair."""
-    of_pairs = (getattr(memory, name) for name in PAIR_FIELDS)
+    of_pairs = (vars(memory)[name] for name in PAIR_FIELDS)
     tensors = [
         *carrier_tensors(memory),
         *scale_tensors(memory),
@@ -1957,7 +1957,7 @@ def file_parts(memory: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         metadata["source"] = memory.source
     if not isinstance(memory.ratio, Tensor):
         metadata["ratio"] = str(memory.ratio)
-    tensors = {name: getattr(memory, name) for name in (*_ALWAYS, *_SOMETIMES, "ratio")}
+    tensors = {name: vars(memory)[name] for name in (*_ALWAYS, *_SOMETIMES, "ratio")}
     if memory.key_values is not None:
         metadata["num_layers"] = str(len(memory.key_values))
         for name, pairs in (("", memory.key_values), ("scales.", memory.scales or ())):
@@ -2115,9 +2115,9 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     if memory.key_values is not None:
         optional |= {name: (rows, slots, _num_heads(memory)) for name in PAIR_FIELDS}
     shapes |= {"num_context_tokens": (rows,)} | ({"ratio": (rows,)} if isinstance(memory.ratio, Tensor) else {})
-    shapes |= {name: shape for name, shape in optional.items() if getattr(memory, name) is not None}
+    shapes |= {name: shape for name, shape in optional.items() if vars(memory)[name] is not None}
     for name, shape in shapes.items():
-        tensor = getattr(memory, name)
+        tensor = vars(memory)[name]
         if not isinstance(tensor, Tensor) or tensor.dtype not in _ID_DTYPES:
             raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
         if tuple(tensor.shape) != shape:
@@ -2126,11 +2126,25 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
         raise ValueError(
             f"position_layout must be one of {', '.join(POSITION_LAYOUTS)}, got {memory.position_layout!r}"
         )
-    devices = {tensor.device for tensor in [*tensors, *scales, *(getattr(memory, name) for name in shapes)]}
+    devices = {tensor.device for tensor in [*tensors, *scales, *(vars(memory)[name] for name in shapes)]}
     if len(devices) > 1:
         raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
     if not memory.attention_mask.is_meta:
         _refuse_values(memory, finite)
+
+
+def check_served_form(carrier: str, position_layout: str) -> None:
+    """Raise `ValueError` if a server of the decoder alone cannot read memories of this form; it says why."""
+    if carrier != "embeddings":
+        raise ValueError(
+            "servers take embeddings only, and memories of this kind are keys and values of every layer: their own "
+            "compressor alone can read them"
+        )
+    if position_layout == "enhanced":
+        raise ValueError(
+            "servers number embeddings 0, 1, 2, ..., and under the position layout 'enhanced' slots stand where their "
+            "tokens stood: only contiguous positions can be served"
+        )
 
 
 def _checked_carrier(memory: Any) -> list[Tensor]:
@@ -2251,50 +2265,125 @@ _FETCHING = (*DOWNLOAD_ARGUMENTS, "proxies", "revision", "subfolder")
 _NOT_FIELDS = {"dtype", "quantization_config"}
 
 
-def load_checkpoint(
-    model_class: Any,
-    load: Callable[..., Any],
-    name: str | os.PathLike,
-    places: dict[str, str | os.PathLike | None],
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
-) -> Any:
-    """Load a checkpoint; result and errors as of `CompressorPreTrainedModel.from_pretrained`."""
-    wants_info = keywords.pop("output_loading_info", False)
-    adapter_name = keywords.pop("adapter_name", "default")
-    adapter, name, adapter_source = adapter_and_model(name, keywords)
-    config = _stored_config(model_class, name, keywords)
-    if config.external_weights:
-        model, info = load_light(model_class, load, name, config, places, keywords)
-    else:
-        if any(place is not None for place in places.values()):
-            logger.warning(f"{name} holds all its weights: the base model that was given is not used")
-        model, info = load(name, *arguments, output_loading_info=True, **keywords)
-        # Other files than safetensors are not looked at.
-        with suppress(OSError):
-            source = {"variant": keywords.get("variant"), **fetching_arguments(keywords)}
-            name_as_stored(model, lambda: stored_weights(name, **source))
-    # The library names no adapters among the missing keys; those that it offloads have no place either.
-    is_whole = getattr(model, "hf_device_map", None) is None
-    missing = {key for key, parameter in model.named_parameters() if is_whole and parameter.is_meta}
-    missing |= set(info["missing_keys"])
-    if isinstance(keywords.get("config"), PreTrainedConfig):
-        missing -= _started_adapter(model, missing)
-    if missing:
-        raise ValueError(
-            f"{name} lacks {len(missing)} weights of {model_class.__name__}, the first is {min(missing)!r}; it was "
-            "saved from another class or is incomplete"
-        )
-    model.apply_trainable_set()
-    if model.config.encoder_tokenizer is not None:
-        model.encoder_tokenizer = load_encoder_tokenizer(name, model.config.encoder_tokenizer, keywords)
-        model.base_model.take_from_tokenizer(model.encoder_tokenizer)
-    # The folder may be gone when the model is saved.
-    sums = {key: checksum(parameter) for key, parameter in model.named_parameters() if parameter.requires_grad}
-    model.__dict__["_loaded_from"] = (shown_name(name), sums)
-    if adapter is not None and not model._hf_peft_config_loaded:
-        model.load_adapter(adapter, adapter_name, adapter_kwargs=adapter_source)
-    return (model, info) if wants_info else model
+class CheckpointedModel(PreTrainedModel):
+    """Loading, saving and uploading of every compressor."""
+
+    config_class: Any
+    # Whether all of the base trains: checkpoints are then always whole.
+    trains_base = False
+    # Makes the tokens of contexts, where the encoder reads others than the decoder; else `None`.
+    encoder_tokenizer: PreTrainedTokenizerBase | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *args: Any,
+        base_model: str | os.PathLike | None = None,
+        encoder_base_model: str | os.PathLike | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more."""
+        if (plan := kwargs.get("tp_plan")) is not None:
+            raise ValueError(f"compressors do not support tensor parallelism, got tp_plan={plan!r}: use `device_map`")
+        if pretrained_model_name_or_path is None:
+            return super().from_pretrained(None, *args, **kwargs)
+        places = {DECODER_BASE: base_model, ENCODER_BASE: encoder_base_model}
+        wants_info = kwargs.pop("output_loading_info", False)
+        adapter_name = kwargs.pop("adapter_name", "default")
+        adapter, name, adapter_source = adapter_and_model(pretrained_model_name_or_path, kwargs)
+        config = _stored_config(cls, name, kwargs)
+        if config.external_weights:
+            model, info = load_light(cls, super().from_pretrained, name, config, places, kwargs)
+        else:
+            if any(place is not None for place in places.values()):
+                logger.warning(f"{name} holds all its weights: the base model that was given is not used")
+            model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+            # Other files than safetensors are not looked at.
+            with suppress(OSError):
+                source = {"variant": kwargs.get("variant"), **fetching_arguments(kwargs)}
+                name_as_stored(model, lambda: stored_weights(name, **source))
+        # The library names no adapters among the missing keys; those that it offloads have no place either.
+        is_whole = getattr(model, "hf_device_map", None) is None
+        missing = {key for key, parameter in model.named_parameters() if is_whole and parameter.is_meta}
+        missing |= set(info["missing_keys"])
+        if isinstance(kwargs.get("config"), PreTrainedConfig):
+            missing -= _started_adapter(model, missing)
+        if missing:
+            raise ValueError(
+                f"{name} lacks {len(missing)} weights of {cls.__name__}, the first is {min(missing)!r}; it was saved "
+                "from another class or is incomplete"
+            )
+        model.apply_trainable_set()
+        if model.config.encoder_tokenizer is not None:
+            model.encoder_tokenizer = load_encoder_tokenizer(name, model.config.encoder_tokenizer, kwargs)
+            model.base_model.take_from_tokenizer(model.encoder_tokenizer)
+        # The folder may be gone when the model is saved.
+        sums = {key: checksum(parameter) for key, parameter in model.named_parameters() if parameter.requires_grad}
+        model.__dict__["_loaded_from"] = (shown_name(name), sums)
+        if adapter is not None and not model._hf_peft_config_loaded:
+            model.load_adapter(adapter, adapter_name, adapter_kwargs=adapter_source)
+        return (model, info) if wants_info else model
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load as in torch; frozen weights of the base, which light checkpoints leave out, do not count as missing."""
+        result, record = super().load_state_dict(state_dict, strict=strict, assign=assign), base_record(self)
+        if record is not None:
+            trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+            missing = [key for key in result.missing_keys if key in trained or own_name(key) not in record.sums]
+            result = result._replace(missing_keys=missing)
+        return result
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        *,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        save_dtype: torch.dtype | str | None = None,
+        include_base: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save a folder that loads anywhere: safetensors, configuration, generation configuration, code and card."""
+        if push_to_hub:
+            raise ValueError("`push_to_hub=True` is not supported: call `model.push_to_hub(repo_id)`")
+        dtype = getattr(torch, save_dtype, None) if isinstance(save_dtype, str) else save_dtype
+        if save_dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+            raise ValueError(f"`save_dtype` must be a floating-point dtype or its name, got {save_dtype!r}")
+        check_adapters(self)
+        # A dictionary of its own: the library takes out what it has written.
+        state = dict(self.state_dict() if state_dict is None else state_dict)
+        parent, sums = self.__dict__.get("_loaded_from", (None, {}))
+        if any(key in state and checksum(state[key]) != known for key, known in sums.items()):
+            self.config.parent_model_name_or_path = parent
+        self.config.auto_map = self.auto_map()
+        self.config.code_version, self.config.config_schema = CODE_VERSION, CONFIG_SCHEMA
+        record = base_to_leave_out(self, include_base)
+        self.config.external_weights = None if record is None else record.entries
+        if record is not None:
+            state = record.without_base(state, {key for key, p in self.named_parameters() if p.requires_grad})
+        if dtype is not None:
+            state = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in state.items()}
+            # A tied weight stays one: two copies would both be stored.
+            tied = self.all_tied_weights_keys.items()
+            state |= {key: state[source] for key, source in tied if key in state and source in state}
+        is_changed = state_dict is not None or record is not None or dtype is not None
+        with nullcontext() if record is None else without_quantizer(self):
+            super().save_pretrained(save_directory, state_dict=state if is_changed else None, **kwargs)
+        if kwargs.get("is_main_process", True):
+            write_code_and_card(_written_class(self), self.config, save_directory)
+            if self.encoder_tokenizer is not None:
+                self.encoder_tokenizer.save_pretrained(Path(save_directory) / self.config.encoder_tokenizer)
+
+    @classmethod
+    def auto_map(cls) -> dict[str, str]:
+        """The `auto_map` of checkpoints of this class."""
+        return cls.config_class.default_auto_map()
+
+    @classmethod
+    def is_remote_code(cls) -> bool:
+        # The library would copy the code without making it flat; `save_pretrained` writes it itself.
+        return False
 
 
 def _started_adapter(model: Any, missing: set[str]) -> set[str]:
@@ -2324,45 +2413,6 @@ def _stored_config(model_class: Any, name: str | os.PathLike, keywords: dict[str
             "its own class or an Auto class, a base model with `from_base`"
         )
     return model_class.config_class.from_dict(config, **rest) if isinstance(config, dict) else config
-
-
-def save_checkpoint(
-    model: Any,
-    save: Callable[..., None],
-    save_directory: str | os.PathLike,
-    state_dict: dict[str, torch.Tensor] | None,
-    save_dtype: torch.dtype | str | None,
-    include_base: bool | None,
-    arguments: dict[str, Any],
-) -> None:
-    """Write a checkpoint's folder; arguments and errors as `CompressorPreTrainedModel.save_pretrained`."""
-    dtype = getattr(torch, save_dtype, None) if isinstance(save_dtype, str) else save_dtype
-    if save_dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise ValueError(f"`save_dtype` must be a floating-point dtype or its name, got {save_dtype!r}")
-    check_adapters(model)
-    # A dictionary of its own: the library takes out what it has written.
-    state = dict(model.state_dict() if state_dict is None else state_dict)
-    parent, sums = model.__dict__.get("_loaded_from", (None, {}))
-    if any(key in state and checksum(state[key]) != known for key, known in sums.items()):
-        model.config.parent_model_name_or_path = parent
-    model.config.auto_map = model.auto_map()
-    model.config.code_version, model.config.config_schema = CODE_VERSION, CONFIG_SCHEMA
-    record = base_to_leave_out(model, include_base)
-    model.config.external_weights = None if record is None else record.entries
-    if record is not None:
-        state = record.without_base(state, {key for key, p in model.named_parameters() if p.requires_grad})
-    if dtype is not None:
-        state = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in state.items()}
-        # A tied weight stays one: two copies would both be stored.
-        tied = model.all_tied_weights_keys.items()
-        state |= {key: state[source] for key, source in tied if key in state and source in state}
-    is_changed = state_dict is not None or record is not None or dtype is not None
-    with nullcontext() if record is None else without_quantizer(model):
-        save(save_directory, state_dict=state if is_changed else None, **arguments)
-    if arguments.get("is_main_process", True):
-        write_code_and_card(_written_class(model), model.config, save_directory)
-        if model.encoder_tokenizer is not None:
-            model.encoder_tokenizer.save_pretrained(Path(save_directory) / model.config.encoder_tokenizer)
 
 
 def _written_class(model: nn.Module) -> type:
@@ -2498,7 +2548,7 @@ def concatenate_memories(given: Iterable[Memory]) -> Memory:
         position_ids = torch.cat(ids, dim=1).gather(1, order) * mask
     if first.carrier == "embeddings":
         names = ["embeddings"] if quantization_of(first.dtype) is None else ["embeddings", "scales"]
-        slots = {name: torch.cat([getattr(memory, name) for memory in memories], dim=1) for name in names}
+        slots = {name: torch.cat([vars(memory)[name] for memory in memories], dim=1) for name in names}
         places = order[:, :, None], mask[:, :, None]
         carrier: dict[str, Any] = {name: _packed(tensor, *places, slot_dim=1) for name, tensor in slots.items()}
     else:
@@ -2530,12 +2580,12 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
     joined = (torch.cat([pad(t, (0, 0, 0, length - t.shape[-2])) for t in column]) for column in columns)
     fields = map_carrier(first, lambda tensor: next(joined))
     for name in ("attention_mask", "position_ids"):
-        rows = [getattr(memory, name) for memory in memories]
+        rows = [vars(memory)[name] for memory in memories]
         fields[name] = torch.cat([pad(tensor, (0, length - tensor.shape[1])) for tensor in rows])
     fields |= _of_pairs(memories, lambda each: torch.cat([pad(t, (0, 0, 0, length - t.shape[1])) for t in each]))
     for name in ("num_context_tokens", "question_fingerprints"):
-        if getattr(first, name) is not None:
-            fields[name] = torch.cat([getattr(memory, name) for memory in memories])
+        if vars(first)[name] is not None:
+            fields[name] = torch.cat([vars(memory)[name] for memory in memories])
     ratios = [memory.ratio for memory in memories]
     if not all(isinstance(ratio, int) and ratio == ratios[0] for ratio in ratios):
         each = [torch.as_tensor(memory.ratio, device=first.device).expand(len(memory)) for memory in memories]
@@ -2545,7 +2595,7 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
 
 def _of_pairs(memories: Sequence[Memory], joined: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor | None]:
     """The fields with an entry for each pair; nothing where a memory has it not."""
-    found = {name: [getattr(memory, name) for memory in memories] for name in PAIR_FIELDS}
+    found = {name: [vars(memory)[name] for memory in memories] for name in PAIR_FIELDS}
     return {name: None if any(t is None for t in each) else joined(each) for name, each in found.items()}
 
 
@@ -2685,9 +2735,8 @@ class CompressedContext:
 
     def __post_init__(self, check: bool) -> None:
         for name in ("key_values", "scales"):
-            if isinstance(getattr(self, name), Sequence):
-                pairs = (tuple(pair) if isinstance(pair, list) else pair for pair in getattr(self, name))
-                setattr(self, name, tuple(pairs))
+            if isinstance(pairs := vars(self)[name], Sequence):
+                setattr(self, name, tuple(tuple(pair) if isinstance(pair, list) else pair for pair in pairs))
         if check:
             self.validate()
         self.attention_mask = self.attention_mask.long()
@@ -2877,12 +2926,21 @@ class CompressedContext:
         """The rows of several memories as one batch, in order, each with its own slots."""
         return stack_memories(memories)
 
+    def served_slots(self) -> Tensor:
+        """Return the slots of a memory of one row, `(num_slots, hidden_size)`, for a server of the decoder alone."""
+        if self.batch_size != 1:
+            raise ValueError(f"a prompt has one memory, this one has {self.batch_size} rows: choose with `rows`")
+        check_served_form(self.carrier, self.position_layout)
+        memory: Any = self.dequantize() if self.quantization else self
+        memory.validate(finite=True)
+        return memory.embeddings[0, memory.attention_mask[0].bool()]
+
     def _replace(self, fields: dict, function: Callable[[Tensor], Tensor]) -> CompressedContext:
         """A copy with other `fields`, and with `function` applied to everything that has one entry for each row."""
         names = ["attention_mask", "position_ids", "num_context_tokens"]
         names += ["ratio"] if isinstance(self.ratio, Tensor) else []
-        names += [n for n in ("question_fingerprints", *PAIR_FIELDS) if getattr(self, n) is not None]
-        others: dict[str, Any] = {name: function(getattr(self, name)) for name in names}
+        names += [n for n in ("question_fingerprints", *PAIR_FIELDS) if vars(self)[n] is not None]
+        others: dict[str, Any] = {name: function(vars(self)[name]) for name in names}
         # What is taken from a memory is as right as that is.
         return replace(self, check=False, **fields, **others)
 
@@ -2905,12 +2963,12 @@ class Chunks:
     inputs_embeds: Tensor | None = None
 
     def take(self, rows: Sequence[int]) -> Chunks:
-        """Some of the chunks, which are then not those of whole contexts, without columns of pads alone."""
+        """Return some of the chunks without columns of pads alone; they are no longer those of whole contexts."""
         index = torch.tensor(rows, dtype=torch.long, device=self.input_ids.device)
         lengths = [self.lengths[row] for row in rows]
-        found = {name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        found = {name: value[:, : max(lengths)] if value.dim() > 1 else value for name, value in found.items()}
-        return replace(self, **found, lengths=lengths, chunks_per_row=1)
+        tensors = {name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors = {name: value[:, : max(lengths)] if value.dim() > 1 else value for name, value in tensors.items()}
+        return replace(self, **tensors, lengths=lengths, chunks_per_row=1)
 
     @property
     def is_full(self) -> bool:
@@ -2927,60 +2985,40 @@ def cut(
     passages: Sequence[Sequence[int]] | None = None,
 ) -> Chunks:
     """Cut contexts into chunks of `chunk_size` real tokens; the last one of a row, or of a passage, may be short."""
-    batch_size, num_tokens = input_ids.shape
+    device, num_tokens = input_ids.device, input_ids.shape[1]
     if any(length != num_tokens for length in lengths):
-        input_ids, attention_mask = (right_padded(tensor, attention_mask) for tensor in (input_ids, attention_mask))
-    longest = max(lengths)
-    if passages is not None:
-        return _cut_passages(input_ids, passages, chunk_size or max(1, longest), layout)
-    length = min(chunk_size or longest, longest)
-    chunks_per_row = -(-longest // length) if length else 1
-    pad = chunks_per_row * length - num_tokens
-    # A negative pad cuts columns off that hold pads only.
-    input_ids = torch.nn.functional.pad(input_ids, (0, pad)).reshape(batch_size * chunks_per_row, length)
-    attention_mask = torch.nn.functional.pad(attention_mask, (0, pad)).reshape(batch_size * chunks_per_row, length)
-    starts = (torch.arange(chunks_per_row, device=input_ids.device) * length).repeat(batch_size)
-    position_ids = torch.arange(length, device=input_ids.device).expand(input_ids.shape)
-    if layout != "default":
-        position_ids = position_ids + starts[:, None] + 1
-    in_chunks = [max(0, min(length, row - start * length)) for row in lengths for start in range(chunks_per_row)]
-    return Chunks(input_ids, attention_mask, position_ids, starts, in_chunks, chunks_per_row)
-
-
-def _cut_passages(input_ids: Tensor, passages: Sequence[Sequence[int]], chunk_size: int, layout: str) -> Chunks:
-    """`cut` where chunks end with passages, too, of right-padded rows."""
-    device = input_ids.device
-    rows = [[min(chunk_size, n - start) for n in row for start in range(0, n, chunk_size)] for row in passages]
+        input_ids = right_padded(input_ids, attention_mask)
+    size = chunk_size or max(1, num_tokens)
+    passages = passages or [[length] for length in lengths]
+    rows = [[min(size, n - start) for n in row for start in range(0, n, size)] for row in passages]
     chunks_per_row = max(1, max(map(len, rows)))
     rows = [row + [0] * (chunks_per_row - len(row)) for row in rows]
-    in_chunks, lengths = torch.tensor(rows, device=device), [n for row in rows for n in row]
+    in_chunks, of_chunks = torch.tensor(rows, device=device), [n for row in rows for n in row]
     starts = (in_chunks.cumsum(dim=1) - in_chunks).reshape(-1)
-    attention_mask = first_places(lengths, device)
-    position_ids = torch.arange(attention_mask.shape[1], device=device).expand(attention_mask.shape)
-    places = (position_ids + starts[:, None]).clamp(max=input_ids.shape[1] - 1)
-    input_ids = input_ids.gather(1, places.reshape(len(rows), -1)).reshape(places.shape) * attention_mask
+    mask = first_places(of_chunks, device)
+    position_ids = torch.arange(mask.shape[1], device=device).expand(mask.shape)
+    places = (position_ids + starts[:, None]).clamp(max=num_tokens - 1)
+    input_ids = input_ids.gather(1, places.reshape(len(rows), -1)).reshape(places.shape) * mask
     if layout != "default":
         position_ids = position_ids + starts[:, None] + 1
-    return Chunks(input_ids, attention_mask, position_ids, starts, lengths, chunks_per_row)
+    return Chunks(input_ids, mask, position_ids, starts, of_chunks, chunks_per_row)
 
 
 def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
-    """The mask `(len(counts), max(counts))` of so many left-aligned places in each row."""
+    """Return the mask `(len(counts), max(counts))` of so many left-aligned places in each row."""
     places = torch.arange(max(counts), device=device)
     return (places < torch.tensor(counts, device=device)[:, None]).long()
 
 
 def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
-    """What groups of chunks have, in the order of all chunks."""
+    """Bring the slots of groups of chunks into the order of all chunks, with zeros for chunks in no group."""
     first = parts[0]
     if not isinstance(first, Tensor):
         layers = [zip(*of_layer, strict=True) for of_layer in zip(*parts, strict=True)]
         return tuple(tuple(gathered(states, order) for states in of_layer) for of_layer in layers)
-    # Slots stand last but one, in embeddings as in keys and values; groups have unlike numbers of them.
     width = max(part.shape[-2] for part in parts)
     parts = [torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]
-    num_read = sum(len(part) for part in parts)
-    if num_read in order:
+    if sum(map(len, parts)) in order:
         parts = [*parts, parts[0].new_zeros((1, *parts[0].shape[1:]))]
     joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
     if list(order) == list(range(len(joined))):
@@ -3002,37 +3040,32 @@ def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Te
     return joined, totals
 
 
-def join(slots: Tensor | KeyValues, counts: Sequence[int], chunks_per_row: int) -> tuple[Tensor | KeyValues, Tensor]:
+def join(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[Slots, Tensor]:
     """Join the chunks' slots row by row, without gaps."""
-    device = slots.device if isinstance(slots, Tensor) else slots[0][0].device
-    slot_mask = first_places(counts, device)
-    if isinstance(slots, Tensor):
-        slots = slots[:, : max(counts)]
+    mask = first_places(counts, slots.device if isinstance(slots, Tensor) else slots[0][0].device)
+    slots = _of_each(slots, lambda states: states[..., : max(counts), :])
     if min(counts) != max(counts):
-        pads = slot_mask == 0
-        if isinstance(slots, Tensor):
-            slots = slots.masked_fill(pads[:, :, None], 0)
-        else:
-            pads = pads[:, None, :, None]
-            slots = tuple((keys.masked_fill(pads, 0), values.masked_fill(pads, 0)) for keys, values in slots)
+        pads = (mask == 0)[:, :, None]
+        slots = _of_each(slots, lambda states: states.masked_fill(pads if states.dim() == 3 else pads[:, None], 0))
     if chunks_per_row == 1:
-        return slots, slot_mask
-    batch_size = slot_mask.shape[0] // chunks_per_row
-    slot_mask = slot_mask.reshape(batch_size, -1)
+        return slots, mask
+    mask = mask.reshape(-1, chunks_per_row * mask.shape[1])
     num_slots = max(sum(counts[start : start + chunks_per_row]) for start in range(0, len(counts), chunks_per_row))
-    order = slot_mask.argsort(dim=1, stable=True, descending=True)[:, :num_slots]
-    slot_mask = slot_mask.gather(1, order)
+    order = mask.argsort(dim=1, stable=True, descending=True)[:, :num_slots]
+
+    def in_rows(states: Tensor) -> Tensor:
+        # `(batch_size, num_heads, chunks_per_row, slots_per_chunk, head_dim)`, or the same without heads.
+        chunks = states.unflatten(0, (-1, chunks_per_row)).movedim(1, -3)
+        return take_places(chunks.flatten(-3, -2), order, dim=states.dim() - 2)
+
+    return _of_each(slots, in_rows), mask.gather(1, order)
+
+
+def _of_each(slots: Slots, function: Callable[[Tensor], Tensor]) -> Slots:
+    """Apply a function to embeddings, or to the keys and values of each layer."""
     if isinstance(slots, Tensor):
-        return take_places(slots.reshape(batch_size, -1, slots.shape[-1]), order), slot_mask
-    pairs = ((_join_heads(keys, batch_size, order), _join_heads(values, batch_size, order)) for keys, values in slots)
-    return tuple(pairs), slot_mask
-
-
-def _join_heads(states: Tensor, batch_size: int, order: Tensor) -> Tensor:
-    """`join` for the keys or values of one layer."""
-    heads, head_dim = states.shape[1], states.shape[3]
-    rows = states.reshape(batch_size, -1, *states.shape[1:]).transpose(1, 2)
-    return take_places(rows.reshape(batch_size, heads, -1, head_dim), order, dim=2)
+        return function(slots)
+    return tuple((function(keys), function(values)) for keys, values in slots)
 
 
 # compressor/validation.py
@@ -3084,7 +3117,7 @@ def token_rows(
     needs_tokens: bool = False,
     chunk_lengths: Any = None,
 ) -> TokenRows:
-    """Check the shapes of ids, mask and passages; the mask is one of ones where none is given."""
+    """Check the shapes of ids, mask and passages; a mask that is not given is one of ones."""
     shape = tuple(input_ids.shape)
     if len(shape) != 2 or not shape[0]:
         raise ValueError(f"`{name}` must have shape (batch_size, num_tokens) with at least one row, got {shape}")
@@ -3140,7 +3173,7 @@ def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]
 
 
 def cached_text_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) -> Tensor:
-    """The mask of a text whose first tokens are in a cache, `(batch_size, num_cached + num_new_tokens)`."""
+    """Return the mask `(batch_size, num_cached + num_new_tokens)` of a text whose first tokens are in a cache."""
     shape = (len(input_ids), num_cached + input_ids.shape[1])
     if mask is None:
         return input_ids.new_ones(shape, dtype=torch.long)
@@ -3153,7 +3186,7 @@ def cached_text_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) ->
 
 
 def check_ratios(ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> list[Any]:
-    """Ratios as ints or LongTensors `(batch_size,)`; `None` becomes the first trained one."""
+    """Return ratios as ints or LongTensors `(batch_size,)`; `None` becomes the first trained one."""
     checked: list[Any] = []
     for ratio in ratios:
         ratio = trained[0] if ratio is None else ratio
@@ -3216,7 +3249,7 @@ def check_source(
     mask: Any,
     chunk_lengths: Any = None,
 ) -> None:
-    """Check that there is a context or a memory and not both, and what belongs to a context beside one alone."""
+    """Check that there is a context or a memory and not both, and that a context's arguments come with one."""
     if context_input_ids is not None:
         if memory is not None:
             raise ValueError("give either `context_input_ids` or `memory`, not both")
@@ -3228,7 +3261,7 @@ def check_source(
 
 
 def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContext:
-    """The memory, one row for each row of the texts `input_ids`, on the model's device and of its dtype."""
+    """Return the memory with a row for each row of `input_ids`, on the model's device and of its dtype."""
     if not is_memory(memory):
         raise TypeError(f"`memory` must be a CompressedContext, as `compress` returns it, got {type(memory).__name__}")
     if not model.made(memory):
@@ -3252,7 +3285,7 @@ def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[Com
 
 
 def warn_about_positions(decoder_config: Any, num_slots: int, num_text_tokens: int) -> None:
-    """Warn once of slots and text that need more positions than the decoder has, where it may have learned nothing."""
+    """Warn once of slots and text that need more positions than the decoder has."""
     limit = max_positions(decoder_config)
     if limit is not None and num_slots + num_text_tokens > limit:
         logger.warning_once(
@@ -3302,9 +3335,10 @@ def num_cached_slots(cache: Cache | None) -> int:
 class KeyValueRecorder(DynamicCache):
     """A cache that keeps nothing but the keys and values of some places, for one forward pass."""
 
-    def __init__(self, places: Tensor):
+    def __init__(self, places: Tensor, take: Callable[[int, Tensor], Tensor] | None = None):
         super().__init__()
-        self._places = places
+        self._places, self._take = places, take
+        self.inputs: list[Tensor] = []
         self._recorded: dict[int, tuple[Tensor, Tensor]] = {}
         self._is_open = True
 
@@ -3315,6 +3349,11 @@ class KeyValueRecorder(DynamicCache):
         if self._is_open:
             self._recorded[layer_idx] = chosen
         return key_states, value_states
+
+    def note_input(self, layer: int, states: Tensor) -> None:
+        """Note the states `(batch_size, num_places, hidden_size)` that a layer's attention reads."""
+        if self._take is not None and self._is_open:
+            self.inputs.append(self._take(layer, states.detach()))
 
     def close(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of all layers in order, each `(batch_size, num_heads, num_memory_tokens, head_dim)`."""
@@ -3405,9 +3444,8 @@ def _turns_all_layers(config: Any) -> bool:
 
 def key_value_shape(config: Any) -> tuple[int, int, int]:
     """Layers, key/value heads and head dimension of a language model."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
+    shape = LayerShape.from_config(config)
+    return config.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
 
 
 def position_bytes(config: Any, dtype: torch.dtype) -> int:
@@ -3504,7 +3542,8 @@ class ReadSlots:
 
 @torch.no_grad()
 def slots_as_key_values(backbone: Any, memory: CompressedContext, first: Sequence[int]) -> CompressedContext:
-    """Return a memory of embeddings as the keys and values that the decoder gives it."""
+    """Return a memory of embeddings as the decoder's keys and values, behind the token ids `first`; no gradient
+    flows."""
     num_rows, device = memory.batch_size, memory.device
     slots: Any = memory.embeddings
     ids = torch.tensor([list(first)] * num_rows, dtype=torch.long, device=device)
@@ -3533,7 +3572,7 @@ def slots_as_key_values(backbone: Any, memory: CompressedContext, first: Sequenc
 
 
 def _row_alone(memory: CompressedContext) -> CompressedContext:
-    """A row of a batch in tensors of its own, without the pads behind it."""
+    """Return a row of a batch in tensors of its own, without the pads behind it."""
     real = slice(int(memory.num_slots))
     pairs = tuple((keys[:, :, real].clone(), values[:, :, real].clone()) for keys, values in memory.key_values or ())
     fields: dict[str, Any] = {
@@ -3555,8 +3594,8 @@ def _row_digest(row: CompressedContext, first: Sequence[int]) -> bytes:
 
 # compressor/pretrained_compressor.py
 
-class CompressorPreTrainedModel(PreTrainedModel):
-    """A compressor's backbone, or a model that has one as `model`: start from a base, what trains, checkpoints."""
+class CompressorPreTrainedModel(CheckpointedModel):
+    """A compressor's backbone, or a model that has one as `model`: start from a base, and what trains."""
 
     config_class: type[CompressorConfig] = CompressorConfig
     # Tokens of contexts that are read in one pass, so that long ones take no more memory; in training all are.
@@ -3569,12 +3608,8 @@ class CompressorPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     # Loads what `from_base` starts from.
     base_auto_class: Any = AutoModelForCausalLM
-    # Whether all of the base trains: checkpoints are then always whole.
-    trains_base = False
     # Whether what trains is float32 whatever type the rest has.
     trains_in_float32 = True
-    # Makes the tokens of contexts, where the encoder reads others than the decoder; else `None`.
-    encoder_tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
     def method_parameters(self) -> Sequence[str]:
@@ -3591,7 +3626,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
-            init.normal_(module.weight, std=getattr(self.config.decoder_config, "initializer_range", 0.02))
+            init.normal_(module.weight, std=self.config.decoder_config.initializer_range)
             if module.bias is not None:
                 init.zeros_(module.bias)
 
@@ -3607,9 +3642,9 @@ class CompressorPreTrainedModel(PreTrainedModel):
         """As in transformers; an encoder of its own that reads the decoder's tokens gets as many."""
         before = self.get_input_embeddings().num_embeddings
         table = super().resize_token_embeddings(*args, **kwargs)
-        encoder, config = getattr(self.base_model, "encoder_model", None), self.config.encoder_config
-        if encoder is not None and self.config.encoder_tokenizer is None and config.vocab_size == before:
-            encoder.resize_token_embeddings(table.num_embeddings)
+        config = self.config.encoder_config
+        if config is not None and self.config.encoder_tokenizer is None and config.vocab_size == before:
+            self.base_model.encoder_model.resize_token_embeddings(table.num_embeddings)
             config.vocab_size = table.num_embeddings
         return table
 
@@ -3740,61 +3775,6 @@ class CompressorPreTrainedModel(PreTrainedModel):
                     if any(re.search(pattern, name) for name in names)
                 ]
         self.apply_trainable_set()
-
-    # --- checkpoints ---
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *args: Any,
-        base_model: str | os.PathLike | None = None,
-        encoder_base_model: str | os.PathLike | None = None,
-        **kwargs: Any,
-    ) -> Self:
-        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more."""
-        if (plan := kwargs.get("tp_plan")) is not None:
-            raise ValueError(f"compressors do not support tensor parallelism, got tp_plan={plan!r}: use `device_map`")
-        places = {DECODER_BASE: base_model, ENCODER_BASE: encoder_base_model}
-        load = super().from_pretrained
-        if pretrained_model_name_or_path is None:
-            return load(None, *args, **kwargs)
-        return load_checkpoint(cls, load, pretrained_model_name_or_path, places, args, kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load as in torch; frozen weights of the base, which light checkpoints leave out, do not count as missing."""
-        result, record = super().load_state_dict(state_dict, strict=strict, assign=assign), base_record(self)
-        if record is not None:
-            trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-            missing = [key for key in result.missing_keys if key in trained or own_name(key) not in record.sums]
-            result = result._replace(missing_keys=missing)
-        return result
-
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike,
-        *,
-        state_dict: dict[str, torch.Tensor] | None = None,
-        push_to_hub: bool = False,
-        save_dtype: torch.dtype | str | None = None,
-        include_base: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Save a folder that loads anywhere: safetensors, configuration, generation configuration, code and card."""
-        if push_to_hub:
-            raise ValueError("`push_to_hub=True` is not supported: call `model.push_to_hub(repo_id)`")
-        save = super().save_pretrained
-        save_checkpoint(self, save, save_directory, state_dict, save_dtype, include_base, kwargs)
-
-    @classmethod
-    def auto_map(cls) -> dict[str, str]:
-        """The `auto_map` of checkpoints of this class."""
-        return cls.config_class.default_auto_map()
-
-    @classmethod
-    def is_remote_code(cls) -> bool:
-        # The library would copy the code without making it flat; `save_pretrained` writes it itself.
-        return False
 
     # --- answers ---
 
@@ -4237,12 +4217,12 @@ class CompressorBackbone(CompressorPreTrainedModel):
     _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
 
     def encode(self, chunks: Chunks, ratios: Sequence[Any]) -> Sequence[Slots]:
-        """The method itself: slots of every ratio from one pass over the context."""
+        """Make slots of every ratio from one pass over the context: the method itself."""
         raise NotImplementedError(f"{type(self).__name__} does not define `encode`; use the model class of a method")
 
     @property
     def encoder_backbone(self) -> nn.Module:
-        """What encodes."""
+        """The language model that encodes."""
         raise NotImplementedError(f"{type(self).__name__} does not say what encodes")
 
     def compress(
@@ -4270,7 +4250,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
             memory.maker, memory.model_id = weakref.ref(self), name
         return memories if isinstance(ratio, (list, tuple)) else memories[0]
 
-    def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def beside_contexts(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
         """Take other inputs of the method, such as images, out of a call's arguments; by default none."""
         return {}
 
@@ -4283,28 +4263,28 @@ class CompressorBackbone(CompressorPreTrainedModel):
         chunk_lengths: Any = None,
         **beside: Any,
     ) -> CompressedContext:
-        """Compress contexts that are read at once, into a memory without a name; arguments as of `context_rows` and
-        `compress_rows`."""
+        """Compress contexts into one memory without a name; arguments as of `context_rows` and `compress_rows`."""
         context = self.context_rows(input_ids, attention_mask, name, chunk_lengths)
         check_together(context)
         return self.compress_rows(context, [ratio], **beside)[0]
 
     def text_rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> TokenRows:
-        """A text for [`check_together`]."""
+        """Return a text for [`check_together`]."""
         known = {"vocab_size": self.config.vocab_size, "task_token_ids": self.config.task_token_ids}
         return token_rows(input_ids, attention_mask, **known, needs_tokens=True)
 
     def context_rows(
         self, input_ids: Tensor, attention_mask: Tensor | None, name: str = "input_ids", chunk_lengths: Any = None
     ) -> TokenRows:
-        """Contexts for [`check_together`]; task tokens belong to the text, and the encoder does not know them."""
+        """Return contexts for [`check_together`]; task tokens belong to texts, and are unknown here."""
         vocab_size = self.config.get_encoder_config().vocab_size
         return token_rows(input_ids, attention_mask, name, vocab_size=vocab_size, chunk_lengths=chunk_lengths)
 
     def compress_rows(
         self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False, **beside: Any
     ) -> list[CompressedContext]:
-        """Memories without a name, of contexts that [`check_together`] has seen; no more waits for the device."""
+        """Return memories without a name of contexts that [`check_together`] has seen; no more waits for the
+        device."""
         config, is_key_values = self.config, self.config.carrier == "key_values"
         ratios = check_ratios(ratios, config.compression_ratios, context.input_ids, allow_untrained_ratio)
         chunks = self.chunks_of(context)
@@ -4340,7 +4320,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return memories
 
     def encode_chunks(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
-        """See [`encode`]. A pass reads chunks of similar lengths, a bounded number of tokens, and no empty chunks."""
+        """Return the slots of all chunks. A pass reads chunks of similar lengths, a bounded number of tokens, none
+        empty."""
         rows = [row for row, length in enumerate(chunks.lengths) if length]
         if self.needs_whole_rows:
             return self.slots_of(chunks, ratios, **beside)
@@ -4366,15 +4347,15 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return [gathered(slots, order) for slots in zip(*found, strict=True)]
 
     def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
-        """Slots of one pass, as the memory holds them; arguments as of [`encode`]."""
+        """Return the slots of one pass as the memory holds them; arguments as of [`encode`]."""
         return self.encode(chunks, ratios, **beside)
 
     def kept_slots(self, chunks: Chunks, ratio: int | Tensor) -> list[int]:
-        """Slots of each chunk that are in the memory, which are all of them unless a method says otherwise."""
+        """Return the slots of each chunk that the memory holds: all of them, unless a method says otherwise."""
         return slot_counts(self.config, chunks.lengths, ratio)
 
     def chunks_of(self, context: TokenRows) -> Chunks:
-        """Contexts in chunks; `ValueError` for one that is longer than the encoder has positions."""
+        """Cut contexts into chunks; `ValueError` for one that is longer than the encoder has positions."""
         config, layout = self.config, self.config.position_layout
         rows = (context.input_ids, context.attention_mask, context.lengths)
         chunks = cut(*rows, config.chunk_size, layout, context.passages)
@@ -4386,8 +4367,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return chunks
 
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
-        """Positions of the slots in the decoder, `(batch_size, num_slots)`, 0 at padding slots (EPL, Tables 2, 3 and
-        13 to 15)."""
+        """Return the slots' positions in the decoder, 0 at padding slots (EPL, Tables 2, 3 and 13 to 15)."""
         layout, device = self.config.position_layout, slot_mask.device
         if self.config.carrier == "embeddings" and layout != "enhanced":
             return (slot_mask.cumsum(dim=1) - 1).clamp(min=0) * slot_mask
@@ -4397,12 +4377,13 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return joined[:, :, 0] * slot_mask
 
     def joined_slots(self, slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
-        """What `encode` returns as fields of a `CompressedContext`, and their mask; arguments as of [`join`]."""
+        """Return the slots of `encode` as fields of a `CompressedContext`, and their mask; arguments as of
+        [`join`]."""
         joined, slot_mask = join(slots, counts, chunks_per_row)
         return {self.config.carrier: joined}, slot_mask
 
     def _no_slots(self, num_chunks: int) -> Slots:
-        """What `encode` would return where there is no context token at all."""
+        """Return the slots of contexts without any token."""
         table = self.get_input_embeddings()
         with at_hand(table):
             weight = table.weight.detach()
@@ -4414,7 +4395,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
 
     @property
     def model_id(self) -> str:
-        """Method, a fingerprint of all weights, and one of all settings that change slots or how they are read."""
+        """The name that a memory must carry to be read by this model."""
         versions = tuple(version(parameter) for parameter in self.parameters())
         if self._fingerprint is None or self._fingerprint[0] != versions:
             found = weights_fingerprint(self)
@@ -4432,7 +4413,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
 
 
 def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> list[int]:
-    """Slots of each chunk; a chunk without tokens has none."""
+    """Return the slots of each chunk at an int ratio or a LongTensor `(num_chunks,)`; none where it has no tokens."""
     ratios = [ratio] * len(lengths) if isinstance(ratio, int) else ratio.tolist()
     return [config.chunk_slots(n, r) if n else 0 for n, r in zip(lengths, ratios, strict=True)]
 
@@ -4462,7 +4443,7 @@ class CompressorHead(CompressorPreTrainedModel):
         return self.model.model_id
 
     def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
-        """What the library takes for a field: an argument, the caller's configuration, or else the model's."""
+        """Return the library's value of a field: an argument, the caller's configuration, or else the model's."""
         given = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
         return getattr(self.generation_config, name, None) if given is None else given
 
@@ -4665,7 +4646,7 @@ class CompressorModel(CompressorBackbone):
         cache = past_key_values if cache is None else cache
         is_cached = cache is not None and bool(cache.get_seq_length())
         # Checkpointed layers take no cache that is written to, and would silently do without the memory in it.
-        if self.training and any(getattr(m, "gradient_checkpointing", False) for m in self.language_model.modules()):
+        if self.training and self.language_model.is_gradient_checkpointing:
             if is_cached:
                 raise ValueError("in training with gradient checkpointing layers read no filled `cache`")
             cache, use_cache = None, False
@@ -5039,7 +5020,8 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
             question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
         if context_input_ids is not None:
             given = (context_input_ids, context_attention_mask, ratio, "context_input_ids", context_chunk_lengths)
-            memory = self.model.context_memory(*given, **self.model.beside_contexts(kwargs))
+            beside = self.model.beside_contexts(kwargs, (question, attention_mask))
+            memory = self.model.context_memory(*given, **beside)
         if memory is None and num_cached_slots(cache):
             raise ValueError(
                 f"`cache` holds the {num_cached_slots(cache)} slots of a memory: give the memory and the "
@@ -5129,7 +5111,7 @@ _LEAST_SHARE = 7 / 8
 
 @dataclass
 class HeadGroup:
-    """Pairs that some of a layer's heads keep, which are read together."""
+    """Pairs of some of a layer's heads, which are read together."""
 
     heads: Tensor | slice
     rows: Tensor | slice
@@ -5149,7 +5131,7 @@ class PackedPairs:
 
 
 def pairs_by_head(memory: CompressedContext, is_packed: bool = False) -> list[list[Any]]:
-    """Each layer's pairs, head by head: groups of like numbers, of which a single row's are views without a pad."""
+    """Return each layer's pairs of a memory with `head_ids`, as groups of heads or, packed, as one `PackedPairs`."""
     if memory.head_ids is None:
         raise ValueError("the memory's heads have their own places: it has no `head_ids`")
     pairs, num_heads = memory.key_values or (), memory.head_ids.shape[2]
@@ -5196,7 +5178,7 @@ def _group(
     starts: list[list[int]],
     flat: list[Tensor],
 ) -> HeadGroup:
-    """The pairs of some `(row, head)` of a layer, whose first head is `first`."""
+    """Return the pairs of some `(row, head)` of a layer, whose first head is `first`."""
     device = flat[0].device
     widths = [counts[row][head] for row, head in group]
     rows = torch.tensor([row for row, _ in group], device=device)
@@ -5217,7 +5199,7 @@ def attend_by_heads(
     pairs: tuple[list[Any], int] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """An attention function of the library: that of the base, which reads in front of the text what each head keeps."""
+    """Attend as the base does, to each head's own pairs in front of the text: an attention function of the library."""
     config: Any = module.config
     name = config.read_as._attn_implementation
     if pairs is None:
@@ -5259,7 +5241,7 @@ def attend_by_heads(
 
 
 def _attention(module: nn.Module, name: str) -> Any:
-    """The attention function of the library that has this name."""
+    """Return the attention function of the library that has this name."""
     if name == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS[name]
@@ -5275,7 +5257,8 @@ def _read_by_lengths(
     first_position: int,
     **kwargs: Any,
 ) -> Tensor:
-    """FlashAttention over sequences of unlike lengths: each key/value head of a row is one, as of AdaKV and KVzip."""
+    """Read with FlashAttention over sequences of unlike lengths: each key/value head of a row is one, as of AdaKV and
+    KVzip."""
     num_queries, num_tokens = query.shape[2], key.shape[2]
     real = key.new_ones(len(key), num_tokens, dtype=torch.bool) if mask is None else mask[:, -num_tokens:].bool()
     if 1 < num_queries < num_tokens and not bool(real[:, num_queries:].any()):
@@ -5308,7 +5291,7 @@ def _sequences(
     asks: Tensor,
     real: Tensor,
 ) -> Tensor:
-    """Causal attention of some queries to the pairs of their heads and to some of the text."""
+    """Attend causally from some queries to the pairs of their heads and to some of the text."""
     batch_size, num_heads, num_tokens, _ = key.shape
     asks, real = (mask.repeat_interleave(num_heads, dim=0) for mask in (asks, real))
     starts_q, starts_k = (
@@ -5348,7 +5331,7 @@ def _sequences(
 
 
 def _dense_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
-    """Flex attention's mask as `(batch_size or 1, 1, num_queries, num_tokens)` bool."""
+    """Return flex attention's mask as `(batch_size or 1, 1, num_queries, num_tokens)` bool."""
     num_queries, num_tokens = query.shape[2], key.shape[2]
     if mask is None or isinstance(mask, Tensor):
         return query.new_ones(num_queries, num_tokens, dtype=torch.bool).tril(num_tokens - num_queries)[None, None]
@@ -5360,7 +5343,8 @@ def _dense_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
 def _with_pairs(
     mask: Tensor | None, group: HeadGroup, sees: Tensor | None, text: Tensor, is_added: bool
 ) -> Tensor | None:
-    """A text's mask with the pairs in front, `(num_heads, 1, num_queries, width + num_tokens)`; `None`: all are seen."""
+    """Put a group's pairs in front of a text's mask, `(num_heads, 1, num_queries, width + num_tokens)`; `None`: all
+    are seen."""
     if mask is None and sees is None and group.is_real is None:
         return None
     num_heads, _, width, _ = group.keys.shape
@@ -5378,27 +5362,12 @@ def _with_pairs(
     return torch.cat([front.expand(-1, -1, mask.shape[2], -1), mask.expand(num_heads, -1, -1, -1)], dim=3)
 
 
-class InputRecorder(KeyValueRecorder):
-    """A recorder to which attention layers of a [`HeadwiseModel`] also show what they read."""
-
-    def __init__(self, places: Tensor, take: Callable[[int, Tensor], Tensor]):
-        super().__init__(places)
-        self._take = take
-        self.inputs: list[Tensor] = []
-
-    def note_input(self, layer: int, states: Tensor) -> None:
-        """Show it what a layer reads."""
-        # Gradient checkpointing comes by a second time.
-        if self._is_open:
-            self.inputs.append(self._take(layer, states.detach()))
-
-
 def _with_cached_pairs(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """A forward pre-hook of an attention layer: give [`attend_by_heads`] the pairs that lie beside the cache, and an
-    [`InputRecorder`] what the layer reads."""
+    """A forward pre-hook of an attention layer: give [`attend_by_heads`] the pairs that lie beside the cache, and a
+    recorder what the layer reads."""
     cache: Any = kwargs.get(CACHE)
     layer: int = attention.layer_idx  # type: ignore[assignment]
-    if isinstance(cache, InputRecorder):
+    if isinstance(cache, KeyValueRecorder):
         cache.note_input(layer, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
     if (pairs := cached_pairs(cache)) is not None:
         layers, first_position = pairs
@@ -5416,18 +5385,12 @@ class HeadwiseModel(CompressorModel):
     def read_by_heads(self) -> None:
         """Let the language model's layers read memories with `head_ids`; for the end of `__init__`."""
         self._reads_by_heads = True
-        layers = getattr(self.language_model, "layers", ())
-        if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
-            raise ValueError(
-                f"{type(self).__name__} reads in each layer's `self_attn`, which {type(self.language_model).__name__} "
-                "lacks: take another base"
-            )
         AttentionInterface.register(_BY_HEADS, attend_by_heads)
         # The layers alone: masks, and what a user sets, follow the model's own configuration.
         config = copy.copy(self.language_model.config)
         config._attn_implementation_internal = _BY_HEADS
         config.read_as = self.language_model.config
-        for layer in layers:
+        for layer in self.language_model.layers:
             layer.self_attn.config = config
             layer.self_attn.register_forward_pre_hook(_with_cached_pairs, with_kwargs=True)
 
@@ -5476,7 +5439,7 @@ class HeadwiseModel(CompressorModel):
     def repeated_attention(
         self, key_values: KeyValues, mask: Tensor, next_positions: Tensor, chunks: Chunks, repeat_size: int
     ) -> tuple[Tensor, ...]:
-        """What a second reading of contexts attends to in the first (KVzip)."""
+        """Read contexts a second time, and return the attention that is paid to the first reading (KVzip)."""
         scores = [keys.new_zeros(keys.shape[:3], dtype=torch.float32) for keys, _ in key_values]
         # A twin of its own: other threads use the model's layers without these hooks, and with another attention.
         # Without dropout, too.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 from bisect import bisect_left
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, CONFIG_MAPPING, PreTrainedConfig
@@ -13,29 +14,72 @@ from transformers import AutoConfig, CONFIG_MAPPING, PreTrainedConfig
 
 # configuration/layer_shape.py
 
+# Families whose feed-forward part has no gate.
+_UNGATED = ("bert", "roberta", "xlm-roberta", "mpnet", "gpt_neox", "opt")
+
+
 def max_positions(config: PreTrainedConfig) -> int | None:
     """The most positions of a language model; `None` where its configuration names no limit."""
     return getattr(config, "max_position_embeddings", None)
 
 
-# configuration/versions.py
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of a transformer layer that its operations depend on."""
 
-# That of the package; a checkpoint's own code cannot ask the package.
-CODE_VERSION = "0.1.0"
-# Grows when a field changes its name or its meaning, not when one with a default value joins.
-CONFIG_SCHEMA = 2
+    hidden_size: int
+    head_dim: int
+    num_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    is_gated: bool = True
 
-
-def check_schema(fields: dict[str, Any]) -> None:
-    """Raise a `ValueError` unless this code reads a stored configuration."""
-    schema, written_by = fields.get("config_schema", 0), fields.get("code_version", "an unknown version")
-    if schema != CONFIG_SCHEMA:
-        other = "a newer" if schema > CONFIG_SCHEMA else "an older"
-        raise ValueError(
-            f"this configuration has schema {schema} (context-compressors {written_by}), and {CODE_VERSION} reads "
-            f"{CONFIG_SCHEMA}: install {other} context-compressors, or load the checkpoint with the code beside "
-            "it, by trust_remote_code=True in a process that does not import this package"
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig) -> LayerShape:
+        """The layer of a language model's configuration."""
+        if config.model_type == "t5":
+            heads = config.num_heads
+            return cls(config.d_model, config.d_kv, heads, heads, config.d_ff, config.is_gated_act)
+        if config.model_type == "gpt2":
+            width, heads = config.hidden_size, config.num_attention_heads
+            return cls(width, width // heads, heads, heads, config.n_inner or 4 * width, is_gated=False)
+        names = ("hidden_size", "num_attention_heads", "intermediate_size")
+        if missing := [name for name in names if getattr(config, name, None) is None]:
+            raise ValueError(f"a configuration of type {config.model_type!r} has no {', '.join(missing)}")
+        heads = config.num_attention_heads
+        return cls(
+            config.hidden_size,
+            getattr(config, "head_dim", None) or config.hidden_size // heads,
+            heads,
+            getattr(config, "num_key_value_heads", None) or heads,
+            config.intermediate_size,
+            config.model_type not in _UNGATED,
         )
+
+    def parts(self, length: int, num_past: int = 0) -> dict[str, int]:
+        """Operations of the layer by part."""
+        hidden, d, heads = self.hidden_size, self.head_dim, self.num_heads
+        num_keys = num_past + length
+        return {
+            "qkv": 2 * length * hidden * d * heads + 2 * 2 * length * hidden * d * self.num_key_value_heads,
+            "qk": 2 * heads * length * num_keys * d,
+            "softmax": heads * length * num_keys,
+            "av": 2 * heads * length * num_keys * d,
+            "out": 2 * length * d * heads * hidden,
+            "up": 2 * length * hidden * (2 if self.is_gated else 1) * self.intermediate_size,
+            "down": 2 * length * hidden * self.intermediate_size,
+        }
+
+    def flops(self, length: int, num_past: int = 0) -> int:
+        """Operations of the whole layer; arguments as `parts`."""
+        return sum(self.parts(length, num_past).values())
+
+    def cross_attention_flops(self, length: int, num_states: int, new_states: bool) -> int:
+        """Operations of cross-attention by equation 9, with the keys and values of an encoder's output."""
+        projection = 2 * self.hidden_size * self.head_dim * self.num_heads
+        keys_and_values = 2 * num_states * projection if new_states else 0
+        scores = self.num_heads * length * num_states * (2 * self.head_dim + 1 + 2 * self.head_dim)
+        return keys_and_values + 2 * length * projection + scores
 
 
 # configuration/nearest_names.py
@@ -170,6 +214,10 @@ def prompt_map(value: dict[str, str] | None) -> dict[str, str] | None:
 
 # configuration/configuration_compressor.py
 
+# That of the package; a checkpoint's own code cannot ask the package.
+CODE_VERSION = "0.1.0"
+# Grows when a field changes its name or its meaning, not when one with a default value joins.
+CONFIG_SCHEMA = 2
 POSITION_LAYOUTS = ("default", "uniform", "enhanced")
 PROMPT_FORMATS = ("plain", "chat")
 # The task of `transformers.pipeline`, and the Auto classes whose models it can ask.
@@ -316,7 +364,14 @@ class CompressorConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As `PreTrainedConfig.from_dict`; a `ValueError` for a configuration that this code does not read."""
-        check_schema(config_dict)
+        schema, written_by = config_dict.get("config_schema", 0), config_dict.get("code_version", "an unknown version")
+        if schema != CONFIG_SCHEMA:
+            other = "a newer" if schema > CONFIG_SCHEMA else "an older"
+            raise ValueError(
+                f"this configuration has schema {schema} (context-compressors {written_by}), and {CODE_VERSION} reads "
+                f"{CONFIG_SCHEMA}: install {other} context-compressors, or load the checkpoint with the code beside "
+                "it, by trust_remote_code=True in a process that does not import this package"
+            )
         return super().from_dict(config_dict, **kwargs)
 
     @classmethod
@@ -531,8 +586,6 @@ class RankedKeyValuesConfig(CompressorConfig):
         encoder_lora (`dict` or `None`, defaults to rank 8, alpha 16 on all linear maps):
             The adapter of the one model that reads contexts and answers. `None`: the base stays as it is, and the
             scorers alone train.
-        shared_adapter (`bool`, *optional*):
-            Always as here: `True` with an adapter, `False` without.
         opening_ids (sequence of `int`, defaults to `()`):
             Token ids behind which every chunk of a context is read, such as a chat's up to where a document would
             stand. They are in no memory: texts bring them, and `slots_after_ids` tell where they end there.
@@ -553,7 +606,6 @@ class RankedKeyValuesConfig(CompressorConfig):
         self,
         compression_ratios: int | list[int] | tuple[int, ...] = (4, 8, 2, 16),
         encoder_lora: dict[str, Any] | str | None = "default",
-        shared_adapter: bool | None = None,
         opening_ids: list[int] | tuple[int, ...] = (),
         repeat_size: int = 2048,
         position_layout: str = "enhanced",
@@ -562,17 +614,11 @@ class RankedKeyValuesConfig(CompressorConfig):
         self.opening_ids = list(opening_ids)
         self.repeat_size = int_between("repeat_size", repeat_size, 16)
         has_adapter = encoder_lora is not None
-        if shared_adapter not in (None, has_adapter):
-            raise ValueError(
-                "`shared_adapter` must be left out: one model reads contexts and answers, got "
-                f"{shared_adapter!r} beside the `encoder_lora` {encoder_lora!r}"
-            )
         super().__init__(
             compression_ratios=compression_ratios,
             encoder_lora=lora_or(encoder_lora, {"rank": 8, "alpha": 16}),
-            shared_adapter=has_adapter,
             position_layout=one_of("position_layout", position_layout, ("enhanced",)),
-            **kwargs,
+            **{**kwargs, "shared_adapter": has_adapter},
         )
         check_left_out(
             self,

@@ -22,7 +22,7 @@ from .compressor_base import (
     Float32Linear,
     HeadwiseModel,
     HeadwisePairs,
-    InputRecorder,
+    KeyValueRecorder,
     KeyValues,
     PackedSequence,
     TokenRows,
@@ -71,9 +71,6 @@ class RankedKeyValuesModel(HeadwiseModel):
     (2) and its fit are KVzap-Linear's (2601.07891), (5) and the shared budget of (3) KVzip's (2505.23416) and Fast
     KVzip's (2601.17668). Learned selection with an adapter is near KV-Distill (2503.10337), nested rankings are
     KVP's (2602.10238), and learned budgets LKV's (2605.06676). RestoreKV (2608.01247) adds learned tokens.
-
-    Args:
-        config ([`RankedKeyValuesConfig`]): the configuration.
     """
 
     config_class = RankedKeyValuesConfig
@@ -189,7 +186,7 @@ class RankedKeyValuesModel(HeadwiseModel):
 
     # --- what stays of them ---
 
-    def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def beside_contexts(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
         return {name: arguments.pop(name) for name in ("own_losses",) if name in arguments}
 
     def encode(  # type: ignore[override]
@@ -271,7 +268,7 @@ class RankedKeyValuesModel(HeadwiseModel):
             states = states[:, self.first_slot_position :]
             return states if take is None else take(layer, states)
 
-        recorder = InputRecorder(places, of_context)
+        recorder = KeyValueRecorder(places, of_context)
         self.encoder_outputs(input_ids, mask, position_ids, cache=recorder, is_full=chunks.is_full)
         # Under autocast rotated keys are float32 and values are not.
         pairs = tuple((keys.to(self.dtype), values.to(self.dtype)) for keys, values in recorder.close())
@@ -325,11 +322,6 @@ def _by_head(scores: Sequence[Tensor]) -> Tensor:
 
 
 class RankedKeyValuesForCausalLM(CompressorForCausalLM):
-    r"""
-    [`RankedKeyValuesModel`] with the decoder's LM head.
-
-    Args:
-        config ([`RankedKeyValuesConfig`]): the configuration.
-    """
+    """[`RankedKeyValuesModel`] with the decoder's LM head."""
 
     model_class = RankedKeyValuesModel

@@ -69,7 +69,7 @@ def weights_fingerprint(model: Any, of_answers: bool = False, stored: Mapping[st
         owner, _, own = name.rpartition(".")
         module = model.get_submodule(owner)
         with at_hand(module):
-            values = whole(getattr(module, own).detach())
+            values = whole(module.get_parameter(own).detach())
         source = (stored or {}).get(name)
         if source is not None and source.shape == values.shape and source.to(values).equal(values):
             values = source.to(values.device)

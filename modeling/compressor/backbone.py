@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts in, memories out: what every compressor's backbone does around its method, and models that hold one."""
+"""Contexts in, memories out: the backbone that every compressor has around its method, and models that hold one."""
 
 from __future__ import annotations
 
@@ -53,11 +53,10 @@ class CompressorBackbone(CompressorPreTrainedModel):
     _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
 
     def encode(self, chunks: Chunks, ratios: Sequence[Any]) -> Sequence[Slots]:
-        """The method itself: slots of every ratio from one pass over the context.
+        """Make slots of every ratio from one pass over the context: the method itself.
 
         Args:
-            chunks: right-padded `input_ids`, `attention_mask` and `position_ids`, each `(num_chunks, num_tokens)`, and
-                `lengths`, the number of tokens of each chunk; at least one of them has a token.
+            chunks: at least one of them has a token.
             ratios: For each memory wanted, an int or a LongTensor `(num_chunks,)`.
 
         Returns:
@@ -69,7 +68,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
 
     @property
     def encoder_backbone(self) -> nn.Module:
-        """What encodes."""
+        """The language model that encodes."""
         raise NotImplementedError(f"{type(self).__name__} does not say what encodes")
 
     def compress(
@@ -88,25 +87,21 @@ class CompressorBackbone(CompressorPreTrainedModel):
 
         Args:
             input_ids: Token ids `(batch_size, num_tokens)`; no special tokens are added, every id counts.
-            attention_mask: `(batch_size, num_tokens)`, one for real tokens; pads may stand anywhere. All ones if not
-                given.
+            attention_mask: Same shape, one for real tokens; pads may stand anywhere. All ones if not given.
             ratio: Context tokens per slot: an int, a LongTensor `(batch_size,)` with one for each row, or a list of
-                ints, which gives one memory each from a single pass of the encoder. The checkpoint's first if not
-                given.
+                ints, which gives one memory each from a single pass. The checkpoint's first if not given.
             allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
-            chunk_lengths: `(batch_size, num_passages)`, or a list for each row: how many of a row's tokens are in each
-                of its passages, which are compressed apart from each other; 0 for none. A passage of more than the
-                configuration's `chunk_size` tokens is cut like any context. `None`: a row is one passage.
-            unused: Further inputs of the method, such as `pixel_values`; `token_type_ids`, which some tokenizers add,
-                is ignored.
+            chunk_lengths: `(batch_size, num_passages)`, or a list for each row: tokens of its passages, which are
+                compressed apart from each other; 0 for none. `None`: a row is one passage.
+            unused: Further inputs of the method, such as `pixel_values`; `token_type_ids` is ignored.
 
         Returns:
             The memory, or a list of memories if `ratio` is a list.
 
         Raises:
-            ValueError: unknown token ids, a mask of the wrong shape, a ratio that the checkpoint does not have, or
-                a context longer than the encoder's positions.
-            TypeError: an argument that is not known, or a value of another type.
+            ValueError: unknown token ids, a mask of the wrong shape, a ratio that the checkpoint does not have, or a
+                context longer than the encoder's positions.
+            TypeError: an unknown argument, or a value of another type.
         """
         beside = self.beside_contexts(unused) if unused else {}
         if unknown := set(unused) - {"token_type_ids"}:
@@ -122,8 +117,13 @@ class CompressorBackbone(CompressorPreTrainedModel):
             memory.maker, memory.model_id = weakref.ref(self), name
         return memories if isinstance(ratio, (list, tuple)) else memories[0]
 
-    def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Take other inputs of the method, such as images, out of a call's arguments; by default none."""
+    def beside_contexts(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
+        """Take other inputs of the method, such as images, out of a call's arguments; by default none.
+
+        Args:
+            arguments: the call's.
+            text: ids and mask of the text that `generate` puts behind the context.
+        """
         return {}
 
     def context_memory(
@@ -135,28 +135,28 @@ class CompressorBackbone(CompressorPreTrainedModel):
         chunk_lengths: Any = None,
         **beside: Any,
     ) -> CompressedContext:
-        """Compress contexts that are read at once, into a memory without a name; arguments as of `context_rows` and
-        `compress_rows`."""
+        """Compress contexts into one memory without a name; arguments as of `context_rows` and `compress_rows`."""
         context = self.context_rows(input_ids, attention_mask, name, chunk_lengths)
         check_together(context)
         return self.compress_rows(context, [ratio], **beside)[0]
 
     def text_rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> TokenRows:
-        """A text for [`check_together`]."""
+        """Return a text for [`check_together`]."""
         known = {"vocab_size": self.config.vocab_size, "task_token_ids": self.config.task_token_ids}
         return token_rows(input_ids, attention_mask, **known, needs_tokens=True)
 
     def context_rows(
         self, input_ids: Tensor, attention_mask: Tensor | None, name: str = "input_ids", chunk_lengths: Any = None
     ) -> TokenRows:
-        """Contexts for [`check_together`]; task tokens belong to the text, and the encoder does not know them."""
+        """Return contexts for [`check_together`]; task tokens belong to texts, and are unknown here."""
         vocab_size = self.config.get_encoder_config().vocab_size
         return token_rows(input_ids, attention_mask, name, vocab_size=vocab_size, chunk_lengths=chunk_lengths)
 
     def compress_rows(
         self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False, **beside: Any
     ) -> list[CompressedContext]:
-        """Memories without a name, of contexts that [`check_together`] has seen; no more waits for the device."""
+        """Return memories without a name of contexts that [`check_together`] has seen; no more waits for the
+        device."""
         config, is_key_values = self.config, self.config.carrier == "key_values"
         ratios = check_ratios(ratios, config.compression_ratios, context.input_ids, allow_untrained_ratio)
         chunks = self.chunks_of(context)
@@ -192,7 +192,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return memories
 
     def encode_chunks(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
-        """See [`encode`]. A pass reads chunks of similar lengths, a bounded number of tokens, and no empty chunks."""
+        """Return the slots of all chunks. A pass reads chunks of similar lengths, a bounded number of tokens, none
+        empty."""
         rows = [row for row, length in enumerate(chunks.lengths) if length]
         if self.needs_whole_rows:
             return self.slots_of(chunks, ratios, **beside)
@@ -218,15 +219,15 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return [gathered(slots, order) for slots in zip(*found, strict=True)]
 
     def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
-        """Slots of one pass, as the memory holds them; arguments as of [`encode`]."""
+        """Return the slots of one pass as the memory holds them; arguments as of [`encode`]."""
         return self.encode(chunks, ratios, **beside)
 
     def kept_slots(self, chunks: Chunks, ratio: int | Tensor) -> list[int]:
-        """Slots of each chunk that are in the memory, which are all of them unless a method says otherwise."""
+        """Return the slots of each chunk that the memory holds: all of them, unless a method says otherwise."""
         return slot_counts(self.config, chunks.lengths, ratio)
 
     def chunks_of(self, context: TokenRows) -> Chunks:
-        """Contexts in chunks; `ValueError` for one that is longer than the encoder has positions."""
+        """Cut contexts into chunks; `ValueError` for one that is longer than the encoder has positions."""
         config, layout = self.config, self.config.position_layout
         rows = (context.input_ids, context.attention_mask, context.lengths)
         chunks = cut(*rows, config.chunk_size, layout, context.passages)
@@ -238,8 +239,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return chunks
 
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
-        """Positions of the slots in the decoder, `(batch_size, num_slots)`, 0 at padding slots (EPL, Tables 2, 3 and
-        13 to 15)."""
+        """Return the slots' positions in the decoder, 0 at padding slots (EPL, Tables 2, 3 and 13 to 15)."""
         layout, device = self.config.position_layout, slot_mask.device
         if self.config.carrier == "embeddings" and layout != "enhanced":
             return (slot_mask.cumsum(dim=1) - 1).clamp(min=0) * slot_mask
@@ -249,12 +249,13 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return joined[:, :, 0] * slot_mask
 
     def joined_slots(self, slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
-        """What `encode` returns as fields of a `CompressedContext`, and their mask; arguments as of [`join`]."""
+        """Return the slots of `encode` as fields of a `CompressedContext`, and their mask; arguments as of
+        [`join`]."""
         joined, slot_mask = join(slots, counts, chunks_per_row)
         return {self.config.carrier: joined}, slot_mask
 
     def _no_slots(self, num_chunks: int) -> Slots:
-        """What `encode` would return where there is no context token at all."""
+        """Return the slots of contexts without any token."""
         table = self.get_input_embeddings()
         with at_hand(table):
             weight = table.weight.detach()
@@ -266,12 +267,12 @@ class CompressorBackbone(CompressorPreTrainedModel):
 
     @property
     def model_id(self) -> str:
-        """Method, a fingerprint of all weights, and one of all settings that change slots or how they are read.
+        """The name that a memory must carry to be read by this model.
 
-        It is what a memory must match to be read by this model. A checkpoint gives one name in whatever floating-point
-        type it is loaded; stored in float16 it has another. Weights are read when the name is first asked for, and
-        again when they have changed. A change in place through `parameter.data` leaves no sign: the model keeps its
-        old name until it is loaded anew.
+        It holds the method, a fingerprint of all weights, and one of all settings that change slots or how they are
+        read. Any floating-point type that a checkpoint is loaded in gives one name; stored in float16 it has another.
+        Weights are read when the name is first asked for and after changes, but for changes in place through
+        `parameter.data`.
         """
         versions = tuple(version(parameter) for parameter in self.parameters())
         if self._fingerprint is None or self._fingerprint[0] != versions:
@@ -280,10 +281,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return f"{self.config.model_type}:{self._fingerprint[1]}-{settings_fingerprint(self.config)}"
 
     def made(self, memory: CompressedContext) -> bool:
-        """Return whether a memory is this model's, or nothing tells whose it is.
-
-        A memory that was made in training mode has no name, but knows its model for as long as that exists.
-        """
+        """Return whether a memory is this model's, or nothing tells whose it is."""
         name = memory.model_id
         if name and not self.training:
             return name == self.model_id
@@ -293,11 +291,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
 
 
 def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> list[int]:
-    """Slots of each chunk; a chunk without tokens has none.
-
-    Args:
-        ratio: an int or a LongTensor `(num_chunks,)`.
-    """
+    """Return the slots of each chunk at an int ratio or a LongTensor `(num_chunks,)`; none where it has no tokens."""
     ratios = [ratio] * len(lengths) if isinstance(ratio, int) else ratio.tolist()
     return [config.chunk_slots(n, r) if n else 0 for n, r in zip(lengths, ratios, strict=True)]
 
@@ -327,7 +321,7 @@ class CompressorHead(CompressorPreTrainedModel):
         return self.model.model_id
 
     def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
-        """What the library takes for a field: an argument, the caller's configuration, or else the model's."""
+        """Return the library's value of a field: an argument, the caller's configuration, or else the model's."""
         given = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
         return getattr(self.generation_config, name, None) if given is None else given
 

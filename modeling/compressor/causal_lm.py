@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin, LogitsProcessorList
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -18,10 +19,10 @@ from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import num_cached_slots
 from ..parts.base_precision import head_logits
 from ..parts.cache_name import CACHE
+from ..parts.lora import DECODER, check_adapters, merge_lora
 from ..parts.packing import left_padded
 from .backbone import CompressorHead
 from .modeling_compressor import CompressorModel
-from .serving import decoder_language_model
 from .validation import check_memory, check_source, check_together, token_rows
 
 
@@ -61,12 +62,24 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         """See [`CompressorModel.base_language_model`]."""
         return self.model.base_language_model()
 
+    @torch.no_grad()
     def decoder_language_model(self) -> PreTrainedModel:
         """A copy of the decoder as a plain language model of its own architecture, its adapters merged: for a server.
 
         Where nothing of the decoder trains it is the base, and the server may as well load that.
         """
-        return decoder_language_model(self)
+        check_adapters(self)
+        # Copies: the encoder's adapters may sit on the same weights, and stay there.
+        decoder = copy.deepcopy(self.model.language_model)
+        merge_lora(decoder, DECODER)
+        with torch.device("meta"):
+            plain: Any = AutoModelForCausalLM.from_config(copy.deepcopy(self.config.decoder_config))
+        setattr(plain, plain.base_model_prefix, decoder)
+        plain.set_output_embeddings(copy.deepcopy(self.lm_head))
+        plain.tie_weights()
+        plain.generation_config = copy.deepcopy(self.generation_config)
+        plain.requires_grad_(False)
+        return plain.to(self.dtype).eval()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         reads_context = kwargs.get("context_input_ids") is not None
@@ -211,7 +224,8 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
             question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
         if context_input_ids is not None:
             given = (context_input_ids, context_attention_mask, ratio, "context_input_ids", context_chunk_lengths)
-            memory = self.model.context_memory(*given, **self.model.beside_contexts(kwargs))
+            beside = self.model.beside_contexts(kwargs, (question, attention_mask))
+            memory = self.model.context_memory(*given, **beside)
         if memory is None and num_cached_slots(cache):
             raise ValueError(
                 f"`cache` holds the {num_cached_slots(cache)} slots of a memory: give the memory and the "

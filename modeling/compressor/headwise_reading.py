@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads that keep unlike numbers of key/values: how a model reads them, and what a second reading attends to.
+"""Heads that keep unlike numbers of key/values: how a model reads them, and the attention of a second reading.
 
 Pairs lie beside the decoder's cache, which holds the text alone. Each key/value head of a row is one sequence for the
 attention: its pairs and the text behind them, which its group of query heads reads.
@@ -46,13 +46,12 @@ _LEAST_SHARE = 7 / 8
 
 @dataclass
 class HeadGroup:
-    """Pairs that some of a layer's heads keep, which are read together.
+    """Pairs of some of a layer's heads, which are read together.
 
     Args:
-        heads: which ones, as `row * num_key_value_heads + head`.
+        heads: their numbers, `row * num_key_value_heads + head`.
         rows: their rows.
-        keys: `(num_heads, 1, width, head_dim)`.
-        values: same shape.
+        keys, values: `(num_heads, 1, width, head_dim)`.
         is_real: `(num_heads, width)` bool, pairs in front of pads; `None` where there are no pads.
     """
 
@@ -68,8 +67,7 @@ class PackedPairs:
     """Pairs of all of a layer's heads one behind another, for attention that takes lengths.
 
     Args:
-        keys: `(num_pairs, head_dim)`, row by row and there head by head.
-        values: same shape.
+        keys, values: `(num_pairs, head_dim)`, row by row and there head by head.
         counts: `(batch_size * num_heads,)`, pairs of each.
         most: the largest of these.
     """
@@ -81,11 +79,9 @@ class PackedPairs:
 
 
 def pairs_by_head(memory: CompressedContext, is_packed: bool = False) -> list[list[Any]]:
-    """Each layer's pairs, head by head: groups of like numbers, of which a single row's are views without a pad.
+    """Return each layer's pairs of a memory with `head_ids`, as groups of heads or, packed, as one `PackedPairs`.
 
-    Args:
-        memory: with `head_ids`.
-        is_packed: whether each layer has one `PackedPairs` instead.
+    A single row's groups are views without a pad, a head each.
     """
     if memory.head_ids is None:
         raise ValueError("the memory's heads have their own places: it has no `head_ids`")
@@ -133,7 +129,7 @@ def _group(
     starts: list[list[int]],
     flat: list[Tensor],
 ) -> HeadGroup:
-    """The pairs of some `(row, head)` of a layer, whose first head is `first`."""
+    """Return the pairs of some `(row, head)` of a layer, whose first head is `first`."""
     device = flat[0].device
     widths = [counts[row][head] for row, head in group]
     rows = torch.tensor([row for row, _ in group], device=device)
@@ -154,12 +150,12 @@ def attend_by_heads(
     pairs: tuple[list[Any], int] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """An attention function of the library: that of the base, which reads in front of the text what each head keeps.
+    """Attend as the base does, to each head's own pairs in front of the text: an attention function of the library.
 
     Args:
         module: the attention layer.
         query, key, value: the text's, `(batch_size, num_heads, num_tokens, head_dim)`.
-        attention_mask: who sees whom in the text, as the base's attention takes it.
+        attention_mask: the text's, as the base's attention takes it.
         pairs: the layer's, and the first position that sees them; `None` for a text without a memory.
         kwargs: handed on.
     """
@@ -204,7 +200,7 @@ def attend_by_heads(
 
 
 def _attention(module: nn.Module, name: str) -> Any:
-    """The attention function of the library that has this name."""
+    """Return the attention function of the library that has this name."""
     if name == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS[name]
@@ -220,16 +216,10 @@ def _read_by_lengths(
     first_position: int,
     **kwargs: Any,
 ) -> Tensor:
-    """FlashAttention over sequences of unlike lengths: each key/value head of a row is one, as of AdaKV and KVzip.
+    """Read with FlashAttention over sequences of unlike lengths: each key/value head of a row is one, as of AdaKV and
+    KVzip.
 
-    Args:
-        attention: the library's FlashAttention.
-        query, key, value, first_position, kwargs: as of [`attend_by_heads`].
-        pairs: the layer's.
-        mask: real places of the text, `(batch_size, num_tokens)`; `None` for all.
-
-    Returns:
-        `(batch_size, num_queries, num_heads, head_dim)`, zeros at pads.
+    `mask` has the text's real places, `(batch_size, num_tokens)`; pads get zeros.
     """
     num_queries, num_tokens = query.shape[2], key.shape[2]
     real = key.new_ones(len(key), num_tokens, dtype=torch.bool) if mask is None else mask[:, -num_tokens:].bool()
@@ -263,11 +253,11 @@ def _sequences(
     asks: Tensor,
     real: Tensor,
 ) -> Tensor:
-    """Causal attention of some queries to the pairs of their heads and to some of the text.
+    """Attend causally from some queries to the pairs of their heads and to some of the text.
 
     Args:
         asks: `(batch_size, num_queries)` bool, the queries, which are the last of `real` in their rows.
-        real: `(batch_size, num_tokens)` bool, what of the text is seen.
+        real: `(batch_size, num_tokens)` bool, the tokens of the text that are seen.
     """
     batch_size, num_heads, num_tokens, _ = key.shape
     asks, real = (mask.repeat_interleave(num_heads, dim=0) for mask in (asks, real))
@@ -308,7 +298,7 @@ def _sequences(
 
 
 def _dense_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
-    """Flex attention's mask as `(batch_size or 1, 1, num_queries, num_tokens)` bool."""
+    """Return flex attention's mask as `(batch_size or 1, 1, num_queries, num_tokens)` bool."""
     num_queries, num_tokens = query.shape[2], key.shape[2]
     if mask is None or isinstance(mask, Tensor):
         return query.new_ones(num_queries, num_tokens, dtype=torch.bool).tril(num_tokens - num_queries)[None, None]
@@ -320,14 +310,11 @@ def _dense_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
 def _with_pairs(
     mask: Tensor | None, group: HeadGroup, sees: Tensor | None, text: Tensor, is_added: bool
 ) -> Tensor | None:
-    """A text's mask with the pairs in front, `(num_heads, 1, num_queries, width + num_tokens)`; `None`: all are seen.
+    """Put a group's pairs in front of a text's mask, `(num_heads, 1, num_queries, width + num_tokens)`; `None`: all
+    are seen.
 
-    Args:
-        mask: of the group's rows, `(num_heads or 1, 1, num_queries, num_tokens)`.
-        group: the pairs.
-        sees: `(num_heads or 1, num_queries)` bool, the queries that see them; `None`: all do.
-        text: any tensor with as many tokens as the text, in its third dimension.
-        is_added: whether the attention adds the mask to its scores.
+    `sees` has the queries that see the pairs, `(num_heads or 1, num_queries)` bool; `None`: all do. `text` is any
+    tensor with as many tokens as the text in its third dimension; with `is_added` masks are added to scores.
     """
     if mask is None and sees is None and group.is_real is None:
         return None
@@ -346,33 +333,12 @@ def _with_pairs(
     return torch.cat([front.expand(-1, -1, mask.shape[2], -1), mask.expand(num_heads, -1, -1, -1)], dim=3)
 
 
-class InputRecorder(KeyValueRecorder):
-    """A recorder to which attention layers of a [`HeadwiseModel`] also show what they read.
-
-    Args:
-        places: as of [`KeyValueRecorder`].
-        take: called with a layer's number and what its attention reads, `(batch_size, num_places, hidden_size)`,
-            without gradients; what it returns is in `inputs`, in the order of the layers.
-    """
-
-    def __init__(self, places: Tensor, take: Callable[[int, Tensor], Tensor]):
-        super().__init__(places)
-        self._take = take
-        self.inputs: list[Tensor] = []
-
-    def note_input(self, layer: int, states: Tensor) -> None:
-        """Show it what a layer reads."""
-        # Gradient checkpointing comes by a second time.
-        if self._is_open:
-            self.inputs.append(self._take(layer, states.detach()))
-
-
 def _with_cached_pairs(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """A forward pre-hook of an attention layer: give [`attend_by_heads`] the pairs that lie beside the cache, and an
-    [`InputRecorder`] what the layer reads."""
+    """A forward pre-hook of an attention layer: give [`attend_by_heads`] the pairs that lie beside the cache, and a
+    recorder what the layer reads."""
     cache: Any = kwargs.get(CACHE)
     layer: int = attention.layer_idx  # type: ignore[assignment]
-    if isinstance(cache, InputRecorder):
+    if isinstance(cache, KeyValueRecorder):
         cache.note_input(layer, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
     if (pairs := cached_pairs(cache)) is not None:
         layers, first_position = pairs
@@ -390,18 +356,12 @@ class HeadwiseModel(CompressorModel):
     def read_by_heads(self) -> None:
         """Let the language model's layers read memories with `head_ids`; for the end of `__init__`."""
         self._reads_by_heads = True
-        layers = getattr(self.language_model, "layers", ())
-        if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
-            raise ValueError(
-                f"{type(self).__name__} reads in each layer's `self_attn`, which {type(self.language_model).__name__} "
-                "lacks: take another base"
-            )
         AttentionInterface.register(_BY_HEADS, attend_by_heads)
         # The layers alone: masks, and what a user sets, follow the model's own configuration.
         config = copy.copy(self.language_model.config)
         config._attn_implementation_internal = _BY_HEADS
         config.read_as = self.language_model.config
-        for layer in layers:
+        for layer in self.language_model.layers:
             layer.self_attn.config = config
             layer.self_attn.register_forward_pre_hook(_with_cached_pairs, with_kwargs=True)
 
@@ -450,15 +410,14 @@ class HeadwiseModel(CompressorModel):
     def repeated_attention(
         self, key_values: KeyValues, mask: Tensor, next_positions: Tensor, chunks: Chunks, repeat_size: int
     ) -> tuple[Tensor, ...]:
-        """What a second reading of contexts attends to in the first (KVzip).
+        """Read contexts a second time, and return the attention that is paid to the first reading (KVzip).
 
         Args:
             key_values: of the first reading, for each layer `(num_chunks, num_heads, num_places, head_dim)`.
             mask: `(num_chunks, num_places)`, one for context tokens.
             next_positions: `(num_chunks,)`, positions behind the contexts.
             chunks: the contexts.
-            repeat_size: tokens that are read again in one pass; each pass but the first starts with the last few
-                tokens of the one before it.
+            repeat_size: tokens of one pass, which starts with the last few tokens of the pass before it.
 
         Returns:
             For each layer `(num_chunks, num_key_value_heads, num_places)` in float32: the highest attention that any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memories that are some of a context's own keys and values: what StreamingLLM and SnapKV have in common."""
+"""Memories that are some of a context's own keys and values: the common part of StreamingLLM, SnapKV and KVzip."""
 
 from __future__ import annotations
 
@@ -46,22 +46,19 @@ class KeyValueSelectionModel(CompressorModel):
     r"""
     A compressor whose memory is the keys and values of some of a context's tokens, as the base has made them. A method
     says which (`priorities`), and how many last tokens' attention it asks for (`num_last_tokens`).
-
-    Args:
-        config ([`KeyValueSelectionConfig`]): the configuration.
     """
 
     slot_origin = "kept"
 
     @property
     def num_last_tokens(self) -> int:
-        """Tokens at the end of what is read whose attention tells what stays; 0 where none does."""
+        """Tokens at the end of a reading whose attention tells which places stay; 0 where none does."""
         return 0
 
     def priorities(
         self, read: ReadContext, num_slots: Tensor, num_question_tokens: Tensor | None
     ) -> Sequence[Tensor] | Tensor:
-        """How much each place is to stay: the highest do.
+        """Rank the places: the highest stay.
 
         Args:
             read: the contexts.
@@ -69,8 +66,8 @@ class KeyValueSelectionModel(CompressorModel):
             num_question_tokens: `(batch_size,)`, of the questions behind them; `None` where there are none.
 
         Returns:
-            `(batch_size, num_places)` for all layers and heads, or for each layer
-            `(batch_size, num_key_value_heads, num_places)`.
+            `(batch_size, num_places)` for all layers and heads, or for each layer `(batch_size, num_key_value_heads,
+            num_places)`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say which keys and values stay")
 
@@ -86,15 +83,10 @@ class KeyValueSelectionModel(CompressorModel):
 
     @torch.no_grad()
     def kept_tokens(self, chunks: Chunks, ratio: int | Tensor) -> Sequence[Tensor]:
-        """The tokens whose keys and values stay, in the order of the text.
-
-        Args:
-            chunks: contexts without pads.
-            ratio: context tokens per slot.
+        """Return the places of the tokens that stay of contexts without pads, in the order of the text.
 
         Returns:
-            For each layer their places `(num_chunks, num_heads, num_slots)`; one head stands for all that keep the
-            same.
+            For each layer `(num_chunks, num_heads, num_slots)`; one head stands for all that keep the same.
         """
         return self._places(self._read(chunks, None), slot_counts(self.config, chunks.lengths, ratio), None)
 
@@ -110,7 +102,7 @@ class KeyValueSelectionModel(CompressorModel):
         return memories
 
     def slot_position_ids(self, memory: CompressedContext) -> Tensor:
-        """Where the slots stand in front of the text, `(batch_size, num_slots)`; at padding slots anything.
+        """Return the slots' positions in front of the text, `(batch_size, num_slots)`; at padding slots anything.
 
         Under the enhanced layout heads may have kept different places: these are spread over the whole context.
         """
@@ -120,7 +112,7 @@ class KeyValueSelectionModel(CompressorModel):
         return memory.attention_mask.cumsum(dim=1) - 1
 
     def _read(self, chunks: Chunks, question: TokenRows | None) -> ReadContext:
-        """One reading by the base, the last tokens behind the cache of the others."""
+        """Read contexts once with the base, the last tokens behind the cache of the others."""
         ids, mask = chunks.input_ids, chunks.attention_mask
         is_context = mask
         if question is not None:
@@ -147,7 +139,8 @@ class KeyValueSelectionModel(CompressorModel):
         return ReadContext(pairs, is_context, position_ids, attentions)
 
     def _giving_attention(self) -> CompressorModel:
-        """The model itself, or a twin with the one implementation of attention that gives its weights away."""
+        """Return the model itself, or a twin whose attention is eager, the one implementation that returns its
+        weights."""
         if self.language_model.config._attn_implementation == "eager":
             return self
         alone = copy_with_shared_weights(self)
@@ -157,7 +150,7 @@ class KeyValueSelectionModel(CompressorModel):
     def _places(
         self, read: ReadContext, counts: Sequence[int], num_question_tokens: Tensor | None
     ) -> Sequence[Tensor]:
-        """The places that stay in each layer, see `kept_places`."""
+        """Return the places that stay in each layer, see `kept_places`."""
         num_slots = torch.tensor(counts, device=read.is_context.device)
         priorities = self.priorities(read, num_slots, num_question_tokens)
         if isinstance(priorities, Tensor):
@@ -165,7 +158,7 @@ class KeyValueSelectionModel(CompressorModel):
         return [kept_places(layer, read.is_context, num_slots, max(counts)) for layer in priorities]
 
     def _select(self, read: ReadContext, places: Sequence[Tensor]) -> KeyValues:
-        """Keys and values of the places that stay, in the order of the text."""
+        """Return keys and values of the places that stay, in the order of the text."""
         kept = [
             (keys.take_along_dim(at[..., None], dim=2), values.take_along_dim(at[..., None], dim=2))
             for (keys, values), at in zip(read.key_values, places, strict=True)
@@ -177,7 +170,7 @@ class KeyValueSelectionModel(CompressorModel):
         return tuple(kept)
 
     def _renumbered(self, keys: Sequence[Tensor], positions: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Keys of each layer rotated from their positions, `(batch_size, num_heads or 1, num_slots)`, to 0, 1, ..."""
+        """Rotate keys of each layer from their positions, `(batch_size, num_heads or 1, num_slots)`, to 0, 1, ..."""
         frequencies = inverse_frequencies(self.language_model)
         if frequencies is None:
             raise ValueError(
@@ -193,7 +186,7 @@ class KeyValueSelectionModel(CompressorModel):
 
 
 def kept_places(priority: Tensor, is_context: Tensor, num_slots: Tensor, width: int) -> Tensor:
-    """The places of highest priority in each row and head, in ascending order.
+    """Return the places of highest priority in each row and head, in ascending order.
 
     Args:
         priority: `(batch_size, num_heads, num_places)`; of equal ones the first stays.

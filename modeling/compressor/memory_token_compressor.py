@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory tokens behind the context: what ICAE, 500xCompressor and compression tokens have in common."""
+"""Memory tokens behind the context: the common part of ICAE, 500xCompressor and compression tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MemoryRows:
     groups: list[tuple[int, Tensor]]
 
     def read(self, states: Tensor) -> list[Tensor]:
-        """The memory tokens' states of each ratio, `(num_chunks, num_slots, hidden_size)`; zeros for none."""
+        """Return the memory tokens' states of each ratio, `(num_chunks, num_slots, hidden_size)`; zeros for none."""
         states = take_places(states, self.places)
         return [
             states[:, first : first + mask.shape[1]].masked_fill(mask[:, :, None] == 0, 0)
@@ -54,11 +54,8 @@ def _block_mask(
     bidirectional: bool,
     dtype: torch.dtype,
 ) -> Tensor | dict[str, Tensor]:
-    """Return who sees whom, where that is not simply "everything before".
-
-    Args:
-        lengths: `(num_chunks,)`, context tokens of each row.
-    """
+    """Return the mask of memory tokens that see more or less than everything before them; `lengths` are context
+    tokens."""
     if config._attn_implementation not in PAIRWISE_MASKS:
         raise ValueError(
             "memory tokens that see each other need one of the attention implementations "
@@ -107,8 +104,8 @@ class MemoryTokenModel(CompressorModel):
             self.start_memory_tokens(self.memory_embeddings)
 
     def start_memory_tokens(self, tokens: nn.Parameter) -> None:
-        """Give the memory tokens the start values of the configuration's `memory_start`; one that is repeated is the
-        mean of the embedding matrix."""
+        """Give the memory tokens the start values of `memory_start`; a repeated one is the mean of the embedding
+        matrix."""
         table = self.encoder_backbone.get_input_embeddings()
         if self.config.num_memory_tokens is None:
             scale = getattr(table, "scalar_embed_scale", 1.0)
@@ -125,8 +122,8 @@ class MemoryTokenModel(CompressorModel):
             self._init_like_embeddings(tokens, self.encoder_backbone)
 
     def memory_vectors(self, num_memory_tokens: int) -> Tensor:
-        """Return the first memory tokens (EPL, section 3.1.1), or so many of the one: `(num_memory_tokens,
-        hidden_size)`; a `ValueError` where there are fewer."""
+        """Return the first memory tokens (EPL, section 3.1.1), or copies of the one, `(num_memory_tokens,
+        hidden_size)`."""
         tokens = self.memory_embeddings
         if self.config.num_memory_tokens is None:
             return tokens.expand(num_memory_tokens, -1)
@@ -138,11 +135,8 @@ class MemoryTokenModel(CompressorModel):
         return tokens[:num_memory_tokens]
 
     def memory_token_ids(self, chunks: Chunks, counts: Tensor, width: int) -> Tensor:
-        """Return the position ids of memory tokens in the encoder, `(num_chunks, width)` (EPL, Tables 1 and 12).
-
-        Args:
-            counts: `(num_chunks,)`, memory tokens of each chunk.
-        """
+        """Return the encoder's position ids of `counts` memory tokens, `(num_chunks, width)` (EPL, Tables 1 and
+        12)."""
         lengths = torch.tensor(chunks.lengths, device=counts.device)
         return encoder_memory_ids(lengths, counts, chunks.starts, self.config.position_layout, width)
 
@@ -151,8 +145,7 @@ class MemoryTokenModel(CompressorModel):
 
         Causal memory tokens under the default layout are nested: those of a higher ratio are the first ones of a lower
         ratio (the remark on Matryoshka representations in "Simple Context Compression"), and stand there once.
-        Elsewhere each ratio has its own tokens, which do not see those of another; an attention that cannot keep them
-        apart takes a pass for each ratio.
+        Elsewhere each ratio has its own tokens, which do not see those of another, or a pass of its own.
         """
         # Without later tokens in sight and with the same positions, fewer tokens are the first ones of more.
         are_nested = not self.has_bidirectional_memory and self.config.position_layout == "default"
@@ -162,7 +155,7 @@ class MemoryTokenModel(CompressorModel):
             yield self._joined_rows(chunks, group, are_nested)
 
     def _joined_rows(self, chunks: Chunks, counts: Sequence[Sequence[int]], are_nested: bool) -> MemoryRows:
-        """The rows of one pass; `counts` has for each ratio the memory tokens of each chunk."""
+        """Return the rows of one pass; `counts` has for each ratio the memory tokens of each chunk."""
         layout, config, device = self.config.position_layout, self.encoder_backbone.config, chunks.input_ids.device
         lengths = torch.tensor(chunks.lengths, device=device)
         blocks = [[max(of_chunk) for of_chunk in zip(*counts, strict=True)]] if are_nested else counts
@@ -191,7 +184,7 @@ class MemoryTokenModel(CompressorModel):
         return MemoryRows(inputs, sequence.text_places, groups)
 
     def check_places(self, lengths: Sequence[int], counts: Sequence[int]) -> None:
-        """Raise a `ValueError` where the encoder has no positions for chunks with their memory tokens behind them."""
+        """Raise `ValueError` where the encoder lacks positions for chunks with their memory tokens behind them."""
         places = [n + m for n, m in zip(lengths, counts, strict=True) if m]
         if self.config.position_layout == "default" and places:
             check_context_length(self.encoder_backbone.config, max(places), self.config.chunk_size)
@@ -204,11 +197,11 @@ class MemoryTokenModel(CompressorModel):
         raise NotImplementedError(f"{type(self).__name__} does not say what its memory is read from")
 
     def token_states(self, rows: MemoryRows) -> list[Tensor]:
-        """The memory tokens' last hidden states of each ratio, `(num_chunks, num_slots, hidden_size)`."""
+        """Return the memory tokens' last hidden states of each ratio, `(num_chunks, num_slots, hidden_size)`."""
         return rows.read(self.encoder_states(**rows.inputs))
 
     def token_key_values(self, rows: MemoryRows) -> list[KeyValues]:
-        """The memory tokens' keys and values of each ratio, by layer."""
+        """Return the memory tokens' keys and values of each ratio, by layer."""
         recorder = KeyValueRecorder(rows.places)
         self.encoder_states(**rows.inputs, cache=recorder)
         # Under autocast rotated keys are float32 and values are not.

@@ -291,7 +291,7 @@ class CompressorModel(CompressorBackbone):
         cache = past_key_values if cache is None else cache
         is_cached = cache is not None and bool(cache.get_seq_length())
         # Checkpointed layers take no cache that is written to, and would silently do without the memory in it.
-        if self.training and any(getattr(m, "gradient_checkpointing", False) for m in self.language_model.modules()):
+        if self.training and self.language_model.is_gradient_checkpointing:
             if is_cached:
                 raise ValueError("in training with gradient checkpointing layers read no filled `cache`")
             cache, use_cache = None, False

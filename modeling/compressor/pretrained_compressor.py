@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of every compressor: starting from a base model, what trains, saving and loading."""
+"""The base of every compressor: starting from a base model, and what trains."""
 
 from __future__ import annotations
 
@@ -12,21 +12,13 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import initialization as init
 from transformers.utils import logging
 
 from ...configuration.configuration_compressor import CompressorConfig
-from ..checkpoint.base_weights import (
-    DECODER_BASE,
-    ENCODER_BASE,
-    base_record,
-    own_modules,
-    own_name,
-    remember_base,
-    share_weights,
-)
-from ..checkpoint.checkpoints import link_base, load_checkpoint, save_checkpoint, upload_checkpoint
+from ..checkpoint.base_weights import own_modules, remember_base, share_weights
+from ..checkpoint.checkpoints import CheckpointedModel
 from ..checkpoint.from_base import start_from_base
 from ..checkpoint.peft_adapters import put_adapter_on
 from ..memory.compressed_context import CompressedContext
@@ -49,8 +41,8 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 
-class CompressorPreTrainedModel(PreTrainedModel):
-    """A compressor's backbone, or a model that has one as `model`: start from a base, what trains, checkpoints.
+class CompressorPreTrainedModel(CheckpointedModel):
+    """A compressor's backbone, or a model that has one as `model`: start from a base, and what trains.
 
     The base stays in its own type, and what trains is float32. Subclasses whose base trains as a whole say so.
     """
@@ -66,12 +58,8 @@ class CompressorPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     # Loads what `from_base` starts from.
     base_auto_class: Any = AutoModelForCausalLM
-    # Whether all of the base trains: checkpoints are then always whole.
-    trains_base = False
     # Whether what trains is float32 whatever type the rest has.
     trains_in_float32 = True
-    # Makes the tokens of contexts, where the encoder reads others than the decoder; else `None`.
-    encoder_tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
     def method_parameters(self) -> Sequence[str]:
@@ -149,7 +137,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
                 parameter.data = parameter.data.float()
         backbone.start_from_base()
         self.config.dtype = dtype
-        self.generation_config = copy.deepcopy(getattr(base, "generation_config", None) or GenerationConfig())
+        self.generation_config = copy.deepcopy(base.generation_config)
 
     # Whether `take_from_tokenizer` takes anything.
     needs_encoder_tokenizer = False
@@ -159,7 +147,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
-            init.normal_(module.weight, std=getattr(self.config.decoder_config, "initializer_range", 0.02))
+            init.normal_(module.weight, std=self.config.decoder_config.initializer_range)
             if module.bias is not None:
                 init.zeros_(module.bias)
 
@@ -175,9 +163,9 @@ class CompressorPreTrainedModel(PreTrainedModel):
         """As in transformers; an encoder of its own that reads the decoder's tokens gets as many."""
         before = self.get_input_embeddings().num_embeddings
         table = super().resize_token_embeddings(*args, **kwargs)
-        encoder, config = getattr(self.base_model, "encoder_model", None), self.config.encoder_config
-        if encoder is not None and self.config.encoder_tokenizer is None and config.vocab_size == before:
-            encoder.resize_token_embeddings(table.num_embeddings)
+        config = self.config.encoder_config
+        if config is not None and self.config.encoder_tokenizer is None and config.vocab_size == before:
+            self.base_model.encoder_model.resize_token_embeddings(table.num_embeddings)
             config.vocab_size = table.num_embeddings
         return table
 
@@ -315,146 +303,6 @@ class CompressorPreTrainedModel(PreTrainedModel):
                     if any(re.search(pattern, name) for name in names)
                 ]
         self.apply_trainable_set()
-
-    # --- checkpoints ---
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *args: Any,
-        base_model: str | os.PathLike | None = None,
-        encoder_base_model: str | os.PathLike | None = None,
-        **kwargs: Any,
-    ) -> Self:
-        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more.
-
-        A light checkpoint names its base model, whose weights are fetched and checked, and its own take their places;
-        type, devices, attention and quantization are those asked for here.
-
-        Args:
-            pretrained_model_name_or_path: Hub repository or folder.
-            args: As in `transformers`.
-            base_model: Where a light checkpoint's base is, Hub repository or folder, if not where the checkpoint says.
-            encoder_base_model: Where the model that its encoder started from is, if that is another one.
-            kwargs: As in `transformers`.
-
-        Raises:
-            ValueError: the checkpoint is of another method, weights are missing from it, so that parts of the model
-                would be random, the base is another model than the one that the checkpoint was made on, or a
-                `tp_plan`.
-            OSError: the checkpoint, or the base that a light one names, cannot be had.
-        """
-        if (plan := kwargs.get("tp_plan")) is not None:
-            raise ValueError(f"compressors do not support tensor parallelism, got tp_plan={plan!r}: use `device_map`")
-        places = {DECODER_BASE: base_model, ENCODER_BASE: encoder_base_model}
-        load = super().from_pretrained
-        if pretrained_model_name_or_path is None:
-            return load(None, *args, **kwargs)
-        return load_checkpoint(cls, load, pretrained_model_name_or_path, places, args, kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load as in torch; frozen weights of the base, which light checkpoints leave out, do not count as missing."""
-        result, record = super().load_state_dict(state_dict, strict=strict, assign=assign), base_record(self)
-        if record is not None:
-            trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-            missing = [key for key in result.missing_keys if key in trained or own_name(key) not in record.sums]
-            result = result._replace(missing_keys=missing)
-        return result
-
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike,
-        *,
-        state_dict: dict[str, torch.Tensor] | None = None,
-        push_to_hub: bool = False,
-        save_dtype: torch.dtype | str | None = None,
-        include_base: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Save a folder that loads anywhere: safetensors, configuration, generation configuration, code and card.
-
-        A model that started from a base on the Hub is saved light: what differs from the base (the method's parts,
-        adapters, base weights that have trained), and the base's name, revision and fingerprint. One that started from
-        a folder is saved whole, since nobody else has that folder.
-
-        Args:
-            save_directory: The folder.
-            state_dict: Weights to save in place of the model's own.
-            push_to_hub: Not supported; see the method `push_to_hub`.
-            save_dtype: Floating-point type to store all weights in; as they are held if not given, so that a training
-                run resumes exactly.
-            include_base: Whether to store the base's weights, too. `False` also leaves out those of a base in a
-                folder, which must then be given as `base_model` when the checkpoint is loaded.
-            kwargs: As in `transformers.PreTrainedModel.save_pretrained`.
-
-        Raises:
-            ValueError: the base cannot be left out.
-        """
-        if push_to_hub:
-            raise ValueError("`push_to_hub=True` is not supported: call `model.push_to_hub(repo_id)`")
-        save = super().save_pretrained
-        save_checkpoint(self, save, save_directory, state_dict, save_dtype, include_base, kwargs)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        token: str | bool | None = None,
-        private: bool | None = None,
-        revision: str | None = None,
-        max_shard_size: int | str = "50GB",
-        save_dtype: torch.dtype | str | None = None,
-        include_base: bool | None = None,
-        **commit: Any,
-    ) -> str:
-        """Upload what `save_pretrained` writes; a card that the repository already has is left as it is.
-
-        Args:
-            repo_id: Repository on the Hub; it is made if it does not exist.
-            token: Access token; the stored one if not given.
-            private: Whether a new repository is private.
-            revision: Branch; it is made if it does not exist.
-            max_shard_size, save_dtype, include_base: As in `save_pretrained`.
-            commit: `commit_message`, `commit_description` and `create_pr` of `huggingface_hub.HfApi.upload_folder`.
-
-        Returns:
-            Address of the commit.
-        """
-        saving = {"max_shard_size": max_shard_size, "save_dtype": save_dtype, "include_base": include_base}
-        return upload_checkpoint(self, repo_id, token, private, revision, saving, commit)
-
-    def link_base(
-        self,
-        base: str | os.PathLike,
-        encoder: str | os.PathLike | None = None,
-        hub_id: str | None = None,
-        **loading: Any,
-    ) -> None:
-        """Find out which weights are a base model's own, so that `save_pretrained` can leave them out.
-
-        For a model that was loaded from a whole checkpoint; others know it.
-
-        Args:
-            base: Hub repository or folder of the base.
-            encoder: That of the model that the encoder started from, if it is another one.
-            hub_id: Repository of the base, where `base` is a folder with a copy of it.
-            loading: `revision`, `token`, `cache_dir` or `local_files_only`.
-
-        Raises:
-            ValueError: no weight is the base's, or the method trains all of its base.
-        """
-        link_base(self, base, encoder, hub_id, loading)
-
-    @classmethod
-    def auto_map(cls) -> dict[str, str]:
-        """The `auto_map` of checkpoints of this class."""
-        return cls.config_class.default_auto_map()
-
-    @classmethod
-    def is_remote_code(cls) -> bool:
-        # The library would copy the code without making it flat; `save_pretrained` writes it itself.
-        return False
 
     # --- answers ---
 

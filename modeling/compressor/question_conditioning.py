@@ -17,11 +17,7 @@ from .validation import TokenRows, check_together, token_rows
 def question_rows(
     input_ids: Tensor, attention_mask: Tensor | None, num_contexts: int, config: Any, vocab_size: int | None = None
 ) -> TokenRows:
-    """What is asked of contexts before they are compressed, checked.
-
-    Args:
-        input_ids: `(num_contexts or 1, num_question_tokens)`.
-    """
+    """Check questions `(num_contexts or 1, num_question_tokens)` that are compressed with their contexts."""
     name = "question_input_ids"
     if not config.compresses_questions:
         raise ValueError(
@@ -36,9 +32,7 @@ def question_rows(
 
 
 def own_tokens(input_ids: Tensor, attention_mask: Tensor, config: Any) -> Tensor:
-    """The mask of questions without what tokenizers and people put around them.
-
-    A row's start token, if it begins with the decoder's, and its EOS, if it ends with one: training has neither there.
+    """Return the mask of questions without the decoder's start token and the EOS that may stand around them.
 
     Args:
         input_ids: `(batch_size, num_tokens)`, padded anywhere.
@@ -59,10 +53,7 @@ def question_in_front(
     config: Any,
     chunk_lengths: Any = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Questions and contexts as one encoder input.
-
-    Args:
-        input_ids: contexts `(batch_size, num_tokens)`.
+    """Put questions in front of contexts `(batch_size, num_tokens)`, as one encoder input.
 
     Returns:
         Ids and mask `(batch_size, num_question_tokens + num_tokens)`, and the questions' own ids and mask.
@@ -78,17 +69,13 @@ def question_in_front(
 
 
 def question_fingerprints(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """A number for each question, the same wherever its pads stand, `(batch_size,)`; 0 for no question at all.
-
-    Args:
-        input_ids: questions `(batch_size, num_question_tokens)`.
-    """
+    """Return a number for each question `(batch_size,)`, the same wherever its pads stand; 0 for no tokens."""
     fingerprints = [of_row[-1] for of_row in _fingerprints_of_starts(input_ids, attention_mask)]
     return torch.tensor(fingerprints, dtype=torch.long, device=input_ids.device)
 
 
 def _fingerprints_of_starts(input_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
-    """For each row the fingerprints of its first tokens: of none, of one, of two and so on."""
+    """Return for each row the fingerprints of its first tokens: of none, of one, of two and so on."""
     fingerprints = []
     for row, mask in zip(input_ids.tolist(), attention_mask.tolist(), strict=True):
         digest, of_row = hashlib.sha256(), [0]
@@ -102,11 +89,7 @@ def _fingerprints_of_starts(input_ids: Tensor, attention_mask: Tensor) -> list[l
 def check_question(
     memory: CompressedContext, input_ids: Tensor, attention_mask: Tensor, may_go_on: bool = False
 ) -> None:
-    """Each text must be the question that its row of the memory was compressed with.
-
-    Args:
-        input_ids: texts `(batch_size, num_text_tokens)`.
-    """
+    """Raise `ValueError` unless each text is the question that its row of the memory was compressed with."""
     known = memory.question_fingerprints
     numbers = [0] * len(input_ids) if known is None else known.expand(len(input_ids)).tolist()
     for row, of_row in enumerate(_fingerprints_of_starts(input_ids, attention_mask)):
@@ -119,15 +102,7 @@ def check_question(
 
 
 def with_start(input_ids: Tensor, attention_mask: Tensor, config: Any) -> tuple[Tensor, Tensor]:
-    """Questions as the decoder was trained to read them: left-padded, behind its start token and without EOS.
-
-    Args:
-        input_ids: `(batch_size, num_tokens)`, padded anywhere; a row may begin with the start token itself.
-        attention_mask: same shape.
-
-    Returns:
-        Ids and mask, without columns of pads alone.
-    """
+    """Return ids and mask of questions as the decoder reads them: left-padded, behind its start token, without EOS."""
     own = own_tokens(input_ids, attention_mask, config)
     ids, mask = (left_padded(tensor, own) for tensor in (input_ids, own))
     counts = mask.sum(dim=1, keepdim=True)

@@ -45,7 +45,7 @@ class ReadSlots:
 
         Args:
             memory: on the model's device, in its type.
-            texts: token ids of what is asked.
+            texts: token ids of each question.
         """
         config = self.backbone.config
         if memory.embeddings is None or config.is_encoder_decoder or not memory.model_id:
@@ -90,13 +90,8 @@ class ReadSlots:
 
 @torch.no_grad()
 def slots_as_key_values(backbone: Any, memory: CompressedContext, first: Sequence[int]) -> CompressedContext:
-    """Return a memory of embeddings as the keys and values that the decoder gives it.
-
-    Args:
-        backbone: a compressor's.
-        memory: slots; no gradient flows through them.
-        first: token ids that stand in front of the slots, and in front of the new memory's.
-    """
+    """Return a memory of embeddings as the decoder's keys and values, behind the token ids `first`; no gradient
+    flows."""
     num_rows, device = memory.batch_size, memory.device
     slots: Any = memory.embeddings
     ids = torch.tensor([list(first)] * num_rows, dtype=torch.long, device=device)
@@ -125,7 +120,7 @@ def slots_as_key_values(backbone: Any, memory: CompressedContext, first: Sequenc
 
 
 def _row_alone(memory: CompressedContext) -> CompressedContext:
-    """A row of a batch in tensors of its own, without the pads behind it."""
+    """Return a row of a batch in tensors of its own, without the pads behind it."""
     real = slice(int(memory.num_slots))
     pairs = tuple((keys[:, :, real].clone(), values[:, :, real].clone()) for keys, values in memory.key_values or ())
     fields: dict[str, Any] = {

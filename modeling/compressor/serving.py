@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -13,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..checkpoint.base_weights import DECODER_BASE, base_name, base_record
 from ..checkpoint.peft_adapters import peft_weight_names
-from ..memory.served_memory import check_served_form, served_slots
-from ..parts.lora import DECODER, SHARED, check_adapters, merge_lora
+from ..memory.memory_validation import check_served_form
+from ..parts.lora import DECODER, SHARED
 from ..parts.prompting import message_ids
 from .validation import check_text_and_memory
 
@@ -37,7 +36,7 @@ def prompt_embeds(
 ) -> Tensor:
     """Return slots and text as the decoder reads them, `(num_places, hidden_size)`."""
     check_decoder_served(model)
-    slots = served_slots(memory)
+    slots = memory.served_slots()
     if messages is None:
         return slots
     backbone = model.base_model
@@ -62,38 +61,17 @@ def check_decoder_served(model: Any) -> None:
         )
 
 
-@torch.no_grad()
-def decoder_language_model(model: Any) -> PreTrainedModel:
-    """A compressor's decoder as a plain language model of its own architecture, for a server; see its method."""
-    config = model.config
-    if config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} has no decoder that is a language model of its own")
-    check_adapters(model)
-    # Copies: the encoder's adapters may sit on the same weights, and stay there.
-    decoder = copy.deepcopy(model.base_model.language_model)
-    merge_lora(decoder, DECODER)
-    with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(copy.deepcopy(config.decoder_config))
-    setattr(plain, plain.base_model_prefix, decoder)
-    plain.set_output_embeddings(copy.deepcopy(model.get_output_embeddings()))
-    plain.tie_weights()
-    plain.generation_config = copy.deepcopy(model.generation_config)
-    plain.requires_grad_(False)
-    return plain.to(model.dtype).eval()
-
-
 def export_decoder(
     model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike, form: str = "merged"
 ) -> None:
-    """Write the decoder for a server that reads prompts of embeddings, such as vLLM.
+    """Write the decoder into a new or empty folder, for a server that reads prompts of embeddings, such as vLLM.
 
     Args:
         model: the compressor.
         tokenizer: the one saved with it.
-        folder: does not exist yet, or is empty.
-        form: "merged", a plain language model of the base's architecture with the decoder's adapters in its weights,
-            and its tokenizer without the compressor's task tokens; or "lora", the adapters alone in PEFT's format, for
-            a server of the base.
+        folder: where to write.
+        form: "merged", a plain language model with the decoder's adapters in its weights, and its tokenizer without
+            the compressor's task tokens; or "lora", the adapters alone in PEFT's format, for a server of the base.
     """
     check_decoder_served(model)
     folder = Path(folder)
@@ -159,7 +137,7 @@ def _save_adapter(model: Any, folder: Path) -> None:
 
 
 def _take_out_tokens(folder: Path, names: Collection[str]) -> None:
-    """Task tokens are the compressor's own: the decoder's table has no row for them, and a text may name one."""
+    """Take the task tokens out of a tokenizer's files: the decoder's table has no rows for them."""
     for path in folder.glob("tokenizer*.json"):
         fields = json.loads(path.read_text(encoding="utf-8"))
         for key in ("added_tokens", "extra_special_tokens"):

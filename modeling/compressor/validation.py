@@ -76,7 +76,7 @@ def token_rows(
     needs_tokens: bool = False,
     chunk_lengths: Any = None,
 ) -> TokenRows:
-    """Check the shapes of ids, mask and passages; the mask is one of ones where none is given."""
+    """Check the shapes of ids, mask and passages; a mask that is not given is one of ones."""
     shape = tuple(input_ids.shape)
     if len(shape) != 2 or not shape[0]:
         raise ValueError(f"`{name}` must have shape (batch_size, num_tokens) with at least one row, got {shape}")
@@ -99,8 +99,7 @@ def token_rows(
 def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]:
     """Check the values of all inputs by one wait for the device, and note the lengths of their rows.
 
-    Every real id must be in the vocabulary, or one of the task tokens. Afterwards ids are 0 at pads: a tokenizer's pad
-    id may lie outside the model's table.
+    Afterwards ids are 0 at pads: a tokenizer's pad id may lie outside the model's table.
 
     Returns:
         the values of `also`.
@@ -139,7 +138,7 @@ def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]
 
 
 def cached_text_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) -> Tensor:
-    """The mask of a text whose first tokens are in a cache, `(batch_size, num_cached + num_new_tokens)`.
+    """Return the mask `(batch_size, num_cached + num_new_tokens)` of a text whose first tokens are in a cache.
 
     Args:
         mask: the caller's, of that shape, or `None` for ones alone: `generate` drops such a mask.
@@ -157,11 +156,7 @@ def cached_text_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) ->
 
 
 def check_ratios(ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> list[Any]:
-    """Ratios as ints or LongTensors `(batch_size,)`; `None` becomes the first trained one.
-
-    Args:
-        input_ids: what is compressed, `(batch_size, num_tokens)`.
-    """
+    """Return ratios as ints or LongTensors `(batch_size,)`; `None` becomes the first trained one."""
     checked: list[Any] = []
     for ratio in ratios:
         ratio = trained[0] if ratio is None else ratio
@@ -224,7 +219,7 @@ def check_source(
     mask: Any,
     chunk_lengths: Any = None,
 ) -> None:
-    """Check that there is a context or a memory and not both, and what belongs to a context beside one alone."""
+    """Check that there is a context or a memory and not both, and that a context's arguments come with one."""
     if context_input_ids is not None:
         if memory is not None:
             raise ValueError("give either `context_input_ids` or `memory`, not both")
@@ -236,7 +231,7 @@ def check_source(
 
 
 def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContext:
-    """The memory, one row for each row of the texts `input_ids`, on the model's device and of its dtype."""
+    """Return the memory with a row for each row of `input_ids`, on the model's device and of its dtype."""
     if not is_memory(memory):
         raise TypeError(f"`memory` must be a CompressedContext, as `compress` returns it, got {type(memory).__name__}")
     if not model.made(memory):
@@ -255,7 +250,7 @@ def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[Com
     """Check a text and the memory in front of it by one wait for the device.
 
     Returns:
-        The memory, whether all of its slots are real, and how many slots and text tokens the longest row has.
+        The memory, whether all of its slots are real, and the slots and text tokens of the longest row.
     """
     memory = check_memory(memory, model, text.input_ids)
     longest = (memory.num_slots + text.attention_mask.sum(dim=1)).max()
@@ -264,7 +259,7 @@ def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[Com
 
 
 def warn_about_positions(decoder_config: Any, num_slots: int, num_text_tokens: int) -> None:
-    """Warn once of slots and text that need more positions than the decoder has, where it may have learned nothing."""
+    """Warn once of slots and text that need more positions than the decoder has."""
     limit = max_positions(decoder_config)
     if limit is not None and num_slots + num_text_tokens > limit:
         logger.warning_once(

@@ -39,7 +39,7 @@ def map_carrier(memory: Any, function: Callable[[Tensor], Tensor]) -> dict[str, 
     """The carrier's field and `scales` after a function of each tensor, whose last dimension but one is the slots."""
     fields: dict[str, Any] = {}
     for name in (memory.carrier, "scales"):
-        value = getattr(memory, name)
+        value = vars(memory)[name]
         if isinstance(value, tuple):
             fields[name] = tuple((function(keys), function(values)) for keys, values in value)
         elif value is not None:
@@ -54,7 +54,7 @@ def key_values_name(num_layers: int, num_heads: int, head_dim: int) -> str:
 
 def num_bytes(memory: Any) -> int:
     """Bytes of a memory's real slots, with their scales and what is said of each pair."""
-    of_pairs = (getattr(memory, name) for name in PAIR_FIELDS)
+    of_pairs = (vars(memory)[name] for name in PAIR_FIELDS)
     tensors = [
         *carrier_tensors(memory),
         *scale_tensors(memory),

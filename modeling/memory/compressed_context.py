@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,8 +30,7 @@ from .headwise_pairs import coarser_memory
 from .memory_concatenation import concatenate_memories, stack_memories
 from .memory_file import fields_of_file, file_parts, read_memory_file, write_memory_file
 from .memory_quantization import QUANTIZATIONS, quantization_of, width_of
-from .memory_validation import check_memory_fields
-from .served_memory import prompt_of
+from .memory_validation import check_memory_fields, check_served_form
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,9 +103,8 @@ class CompressedContext:
 
     def __post_init__(self, check: bool) -> None:
         for name in ("key_values", "scales"):
-            if isinstance(getattr(self, name), Sequence):
-                pairs = (tuple(pair) if isinstance(pair, list) else pair for pair in getattr(self, name))
-                setattr(self, name, tuple(pairs))
+            if isinstance(pairs := vars(self)[name], Sequence):
+                setattr(self, name, tuple(tuple(pair) if isinstance(pair, list) else pair for pair in pairs))
         if check:
             self.validate()
         self.attention_mask = self.attention_mask.long()
@@ -457,13 +457,40 @@ class CompressedContext:
             ValueError: A text and no model, more than one row, another model's memory, key/values, positions that are
                 not contiguous (the enhanced layout), a decoder that scales or cross-attends, or an unknown encoding.
         """
-        return prompt_of(self, tokenizer, messages, model, encoding)
+        if encoding not in (None, "base64"):
+            raise ValueError(f"encoding must be None or 'base64', got {encoding!r}")
+        if messages is not None and tokenizer is None:
+            raise ValueError("a text needs the tokenizer that was saved with the checkpoint, got None")
+        if model is None:
+            model = None if self.maker is None else self.maker()
+        if model is None and messages is not None:
+            name = f"; it is {self.model_id}" if self.model_id else ""
+            raise ValueError(
+                "a memory holds no embeddings for text, and the compressor that made this one is not known here: "
+                f"name it, to_prompt_embeds(tokenizer, messages, model){name}"
+            )
+        embeds = self.served_slots() if model is None else model.prompt_embeds(self, tokenizer, messages)
+        if encoding is None:
+            return embeds
+        file = io.BytesIO()
+        # A copy: `torch.save` writes the whole storage that a slice is taken from.
+        torch.save(embeds.detach().cpu().contiguous().clone(), file)
+        return base64.b64encode(file.getvalue()).decode("ascii")
+
+    def served_slots(self) -> Tensor:
+        """Return the slots of a memory of one row, `(num_slots, hidden_size)`, for a server of the decoder alone."""
+        if self.batch_size != 1:
+            raise ValueError(f"a prompt has one memory, this one has {self.batch_size} rows: choose with `rows`")
+        check_served_form(self.carrier, self.position_layout)
+        memory: Any = self.dequantize() if self.quantization else self
+        memory.validate(finite=True)
+        return memory.embeddings[0, memory.attention_mask[0].bool()]
 
     def _replace(self, fields: dict, function: Callable[[Tensor], Tensor]) -> CompressedContext:
         """A copy with other `fields`, and with `function` applied to everything that has one entry for each row."""
         names = ["attention_mask", "position_ids", "num_context_tokens"]
         names += ["ratio"] if isinstance(self.ratio, Tensor) else []
-        names += [n for n in ("question_fingerprints", *PAIR_FIELDS) if getattr(self, n) is not None]
-        others: dict[str, Any] = {name: function(getattr(self, name)) for name in names}
+        names += [n for n in ("question_fingerprints", *PAIR_FIELDS) if vars(self)[n] is not None]
+        others: dict[str, Any] = {name: function(vars(self)[name]) for name in names}
         # What is taken from a memory is as right as that is.
         return replace(self, check=False, **fields, **others)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ...configuration.layer_shape import LayerShape
 from ..parts.packing import take_places
 from .compressed_context import CompressedContext, KeyValues
 
@@ -57,11 +59,14 @@ class KeyValueRecorder(DynamicCache):
 
     Args:
         places: `(batch_size, num_memory_tokens)`, the places of the memory tokens in each row.
+        take: called with a layer's number and the states that its attention reads, without gradients, in models that
+            show them; `inputs` has its results, layer by layer.
     """
 
-    def __init__(self, places: Tensor):
+    def __init__(self, places: Tensor, take: Callable[[int, Tensor], Tensor] | None = None):
         super().__init__()
-        self._places = places
+        self._places, self._take = places, take
+        self.inputs: list[Tensor] = []
         self._recorded: dict[int, tuple[Tensor, Tensor]] = {}
         self._is_open = True
 
@@ -72,6 +77,11 @@ class KeyValueRecorder(DynamicCache):
         if self._is_open:
             self._recorded[layer_idx] = chosen
         return key_states, value_states
+
+    def note_input(self, layer: int, states: Tensor) -> None:
+        """Note the states `(batch_size, num_places, hidden_size)` that a layer's attention reads."""
+        if self._take is not None and self._is_open:
+            self.inputs.append(self._take(layer, states.detach()))
 
     def close(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of all layers in order, each `(batch_size, num_heads, num_memory_tokens, head_dim)`."""
@@ -170,9 +180,8 @@ def _turns_all_layers(config: Any) -> bool:
 
 def key_value_shape(config: Any) -> tuple[int, int, int]:
     """Layers, key/value heads and head dimension of a language model."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
+    shape = LayerShape.from_config(config)
+    return config.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
 
 
 def position_bytes(config: Any, dtype: torch.dtype) -> int:

@@ -42,7 +42,7 @@ def concatenate_memories(given: Iterable[Memory]) -> Memory:
         position_ids = torch.cat(ids, dim=1).gather(1, order) * mask
     if first.carrier == "embeddings":
         names = ["embeddings"] if quantization_of(first.dtype) is None else ["embeddings", "scales"]
-        slots = {name: torch.cat([getattr(memory, name) for memory in memories], dim=1) for name in names}
+        slots = {name: torch.cat([vars(memory)[name] for memory in memories], dim=1) for name in names}
         places = order[:, :, None], mask[:, :, None]
         carrier: dict[str, Any] = {name: _packed(tensor, *places, slot_dim=1) for name, tensor in slots.items()}
     else:
@@ -74,12 +74,12 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
     joined = (torch.cat([pad(t, (0, 0, 0, length - t.shape[-2])) for t in column]) for column in columns)
     fields = map_carrier(first, lambda tensor: next(joined))
     for name in ("attention_mask", "position_ids"):
-        rows = [getattr(memory, name) for memory in memories]
+        rows = [vars(memory)[name] for memory in memories]
         fields[name] = torch.cat([pad(tensor, (0, length - tensor.shape[1])) for tensor in rows])
     fields |= _of_pairs(memories, lambda each: torch.cat([pad(t, (0, 0, 0, length - t.shape[1])) for t in each]))
     for name in ("num_context_tokens", "question_fingerprints"):
-        if getattr(first, name) is not None:
-            fields[name] = torch.cat([getattr(memory, name) for memory in memories])
+        if vars(first)[name] is not None:
+            fields[name] = torch.cat([vars(memory)[name] for memory in memories])
     ratios = [memory.ratio for memory in memories]
     if not all(isinstance(ratio, int) and ratio == ratios[0] for ratio in ratios):
         each = [torch.as_tensor(memory.ratio, device=first.device).expand(len(memory)) for memory in memories]
@@ -89,7 +89,7 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
 
 def _of_pairs(memories: Sequence[Memory], joined: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor | None]:
     """The fields with an entry for each pair; nothing where a memory has it not."""
-    found = {name: [getattr(memory, name) for memory in memories] for name in PAIR_FIELDS}
+    found = {name: [vars(memory)[name] for memory in memories] for name in PAIR_FIELDS}
     return {name: None if any(t is None for t in each) else joined(each) for name, each in found.items()}
 
 

@@ -40,7 +40,7 @@ def file_parts(memory: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         metadata["source"] = memory.source
     if not isinstance(memory.ratio, Tensor):
         metadata["ratio"] = str(memory.ratio)
-    tensors = {name: getattr(memory, name) for name in (*_ALWAYS, *_SOMETIMES, "ratio")}
+    tensors = {name: vars(memory)[name] for name in (*_ALWAYS, *_SOMETIMES, "ratio")}
     if memory.key_values is not None:
         metadata["num_layers"] = str(len(memory.key_values))
         for name, pairs in (("", memory.key_values), ("scales.", memory.scales or ())):

@@ -40,9 +40,9 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     if memory.key_values is not None:
         optional |= {name: (rows, slots, _num_heads(memory)) for name in PAIR_FIELDS}
     shapes |= {"num_context_tokens": (rows,)} | ({"ratio": (rows,)} if isinstance(memory.ratio, Tensor) else {})
-    shapes |= {name: shape for name, shape in optional.items() if getattr(memory, name) is not None}
+    shapes |= {name: shape for name, shape in optional.items() if vars(memory)[name] is not None}
     for name, shape in shapes.items():
-        tensor = getattr(memory, name)
+        tensor = vars(memory)[name]
         if not isinstance(tensor, Tensor) or tensor.dtype not in _ID_DTYPES:
             raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
         if tuple(tensor.shape) != shape:
@@ -51,11 +51,25 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
         raise ValueError(
             f"position_layout must be one of {', '.join(POSITION_LAYOUTS)}, got {memory.position_layout!r}"
         )
-    devices = {tensor.device for tensor in [*tensors, *scales, *(getattr(memory, name) for name in shapes)]}
+    devices = {tensor.device for tensor in [*tensors, *scales, *(vars(memory)[name] for name in shapes)]}
     if len(devices) > 1:
         raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
     if not memory.attention_mask.is_meta:
         _refuse_values(memory, finite)
+
+
+def check_served_form(carrier: str, position_layout: str) -> None:
+    """Raise `ValueError` if a server of the decoder alone cannot read memories of this form; it says why."""
+    if carrier != "embeddings":
+        raise ValueError(
+            "servers take embeddings only, and memories of this kind are keys and values of every layer: their own "
+            "compressor alone can read them"
+        )
+    if position_layout == "enhanced":
+        raise ValueError(
+            "servers number embeddings 0, 1, 2, ..., and under the position layout 'enhanced' slots stand where their "
+            "tokens stood: only contiguous positions can be served"
+        )
 
 
 def _checked_carrier(memory: Any) -> list[Tensor]:

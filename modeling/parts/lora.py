@@ -177,9 +177,8 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: 
             layer.__class__ = _adapted_by_pass(kind)
         layer.passes = passes
         layer._active_adapter = _of_the_decoder(layer)
-        for part in ("lora_A", "lora_B"):
-            for module in getattr(layer, part).values():
-                module._is_hf_initialized = True
+        for module in (*layer.lora_A.values(), *layer.lora_B.values()):
+            module._is_hf_initialized = True
 
 
 def initialize_lora(model: nn.Module, names: tuple[str, ...] = OWN_ADAPTERS) -> None:

@@ -9,11 +9,10 @@ from transformers import AutoConfig, Gemma2Config, LlamaConfig
 
 import context_compressors.modeling
 from context_compressors.configuration import methods
-from context_compressors.configuration.configuration_compressor import CompressorConfig
+from context_compressors.configuration.configuration_compressor import CODE_VERSION, CONFIG_SCHEMA, CompressorConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.configuration.field_checks import PROMPTED_TASKS
 from context_compressors.configuration.methods import METHODS
-from context_compressors.configuration.versions import CODE_VERSION, CONFIG_SCHEMA
 from context_compressors.data.prompts import TASKS
 from context_compressors.modeling import model_class
 

@@ -312,11 +312,6 @@ def test_scorers_expect_a_hundredth_of_the_attention_at_first(ranked):
 
 def test_what_cannot_be_is_refused_with_its_name(ranked):
     for fields, message in (
-        (
-            {"shared_adapter": False},
-            "`shared_adapter` must be left out: one model reads contexts and answers, got False",
-        ),
-        ({"shared_adapter": True, "encoder_lora": None}, "`shared_adapter` must be left out: .* got True beside"),
         ({"position_layout": "default"}, r"`position_layout` must be one of \['enhanced'\], got 'default'"),
         ({"repeat_size": 8}, "`repeat_size` must be an int of at least 16, got 8"),
         (
