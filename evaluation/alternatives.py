@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts in place of memories: a context's beginning, BM25's sentences, surprising tokens, or the words that a
-classifier keeps."""
+"""Texts in place of memories: a context's beginning, BM25's sentences, surprising tokens, or what a classifier
+keeps."""
 
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -13,16 +12,17 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.parts.text_ids import encode
-from ..modeling.text_compressor import TextCompressor
+from ..modeling.text_compressor import TextCompressor, split_sentences
 from .settings import ALTERNATIVES, WRITTEN_TASKS
 
-CUT, BM25, SELF_INFORMATION, KEEP_DROP = ALTERNATIVES
-# BM25 needs a question to pick by; a text is continued from its end, and repeated from all of it.
+CUT, BM25, SELF_INFORMATION, KEEP_DROP, KEEP_DROP_AWARE = ALTERNATIVES
+# Two need a question to pick by; a text is continued from its end, and repeated from all of it.
 TASKS_OF_ALTERNATIVE = {
     CUT: WRITTEN_TASKS,
     BM25: ("question_answering",),
     SELF_INFORMATION: WRITTEN_TASKS,
     KEEP_DROP: WRITTEN_TASKS,
+    KEEP_DROP_AWARE: ("question_answering",),
 }
 _LOGITS_AT_ONCE = 512
 # Of Chinese and Japanese, which have no spaces, each character counts as a word.
@@ -33,23 +33,6 @@ _WORDS: dict[str, Any] = {
     "return_ids": False,
     "show_progress": False,
 }
-_SENTENCE_END = re.compile(
-    r"(?<!\b[A-Z]\.)(?<!\b(?:Mr|Ms|Dr|St|Jr|Sr|No|vs|cf)\.)(?<!\b(?:Mrs|Gen|Col|Rev|Hon)\.)(?<!\bProf\.)"
-    r"(?<=[.!?])[\"'”’)\]]*(?=\s)|(?<=[。！？])[”’」』）]*(?![。！？”’」』）])|(?=\n)"
-)
-
-
-def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, each with the spaces in front of it; joined they are the text."""
-    parts, start = [], 0
-    for end in [*(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]:
-        if text[start:end].strip():
-            parts.append(text[start:end])
-            start = end
-    if parts:
-        # Spaces behind the last sentence.
-        parts[-1] += text[start:]
-    return parts
 
 
 def cut_context(context_ids: Sequence[int], budget: int) -> list[int]:
@@ -64,11 +47,16 @@ def informative_context(context_ids: Sequence[int], information: Sequence[float]
 
 
 def kept_words(
-    compressor: TextCompressor, tokenizer: PreTrainedTokenizerBase, context_ids: Sequence[int], budget: int
+    compressor: TextCompressor,
+    tokenizer: PreTrainedTokenizerBase,
+    context_ids: Sequence[int],
+    question: str | None,
+    budget: int,
 ) -> list[int]:
     """The words that a text compressor keeps, as at most `budget` tokens of the reader's tokenizer."""
     text = tokenizer.decode(list(context_ids), clean_up_tokenization_spaces=False)
-    return encode(tokenizer, compressor.compress_text(text, max_tokens=budget, tokenizer=tokenizer))[:budget]
+    kept = compressor.compress_text(text, question=question, max_tokens=budget, tokenizer=tokenizer)
+    return encode(tokenizer, kept)[:budget]
 
 
 @torch.inference_mode()

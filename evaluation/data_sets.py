@@ -23,7 +23,7 @@ from ..data.rows import PassageText, distinct_texts, read_rows
 from ..data.sources import COLUMNS, DataSource, parse_sources
 from ..data.synthetic_documents import KINDS, GeneratedDocument, generate_document, split_of
 from ..modeling.parts.text_ids import encode
-from .alternatives import split_sentences
+from ..modeling.text_compressor import split_sentences
 from .evaluate import model_label
 from .samples import EvaluationDataset
 

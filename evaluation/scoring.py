@@ -22,6 +22,7 @@ from ..modeling.text_compressor import TextCompressor
 from .alternatives import (
     BM25,
     KEEP_DROP,
+    KEEP_DROP_AWARE,
     SELF_INFORMATION,
     TASKS_OF_ALTERNATIVE,
     bm25_context,
@@ -197,8 +198,9 @@ class Scorer:
                 kept = bm25_context(self.tokenizer, sample.context_ids, sample.question, budget)
             elif condition.selection == SELF_INFORMATION:
                 kept = informative_context(sample.context_ids, self._self_information(sample), budget)
-            elif condition.selection == KEEP_DROP:
-                kept = kept_words(self._text_compressor, self.tokenizer, sample.context_ids, budget)
+            elif condition.selection in (KEEP_DROP, KEEP_DROP_AWARE):
+                question = sample.question if condition.selection == KEEP_DROP_AWARE else None
+                kept = kept_words(self._text_compressor, self.tokenizer, sample.context_ids, question, budget)
             else:
                 kept = cut_context(sample.context_ids, budget)
             readings.append(replace(sample, context_ids=kept))
@@ -206,7 +208,7 @@ class Scorer:
 
     def _kept_bytes(self, condition: Condition, batch: Sequence[Sample], readings: Sequence[Sample]) -> list[int]:
         """UTF-8 bytes of the text that later questions need; what picks by the question needs all of it."""
-        kept = batch if condition.selection == BM25 else readings
+        kept = batch if condition.selection in (BM25, KEEP_DROP_AWARE) else readings
         return [len(text.encode()) for text in self.tokenizer.batch_decode([sample.context_ids for sample in kept])]
 
     @cached_property

@@ -9,7 +9,7 @@ from ..configuration.nearest_names import check_choice
 from ..data.prompts import TASKS
 
 # The command line reads these before any model is wanted, so they come from nowhere that loads torch.
-ALTERNATIVES = ("cut", "bm25", "self_information", "keep_drop")
+ALTERNATIVES = ("cut", "bm25", "self_information", "keep_drop", "keep_drop_aware")
 NUM_RESAMPLES = 10_000
 DEFAULT_TASKS = ("question_answering", "reconstruction", "continuation")
 # Tasks whose answers are written token by token from a question or an instruction.
@@ -34,7 +34,7 @@ class EvaluationSettings:
         alternatives: what is scored beside every ratio at as many decoder positions, read by the model of the bounds:
             "cut", the beginning of the context; "bm25", the sentences that BM25 picks by the question;
             "self_information", the tokens that the base, adapters off, expects least where they stand; and
-            "keep_drop", the words that `text_compressor` keeps.
+            "keep_drop", the words that `text_compressor` keeps; "keep_drop_aware", those it keeps for the question.
         text_compressor: folder or Hub id of a [`TextCompressor`].
         num_resamples: bootstrap resamples behind the intervals.
         max_new_tokens: most tokens of an answer or summary, per task.
@@ -111,8 +111,10 @@ class EvaluationSettings:
             check_choice("task", task, TASKS)
         for name in self.alternatives:
             check_choice("alternative", name, ALTERNATIVES)
-        if ("keep_drop" in self.alternatives) != (self.text_compressor is not None):
-            raise ValueError("the alternative keep_drop and text_compressor, the folder of a checkpoint, go together")
+        if bool({"keep_drop", "keep_drop_aware"}.intersection(self.alternatives)) != (
+            self.text_compressor is not None
+        ):
+            raise ValueError("the alternatives keep_drop and keep_drop_aware go with text_compressor, a checkpoint")
         check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
         if self.memory_dtype is not None:
             check_choice("memory_dtype", self.memory_dtype, MEMORY_DTYPES)

@@ -48,6 +48,7 @@ _ALTERNATIVES = {
     "bm25": "BM25 sentences",
     "self_information": "unexpected tokens",
     "keep_drop": "kept words",
+    "keep_drop_aware": "words kept for the question",
 }
 # Columns of a score table behind the full context.
 _COSTS = ("retention, %", "slots", "kB", "cache, kB", "tokens a slot")

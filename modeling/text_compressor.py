@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compression of texts to texts: a token classifier keeps the words that any reader needs most."""
+"""Compression of texts to texts: a token classifier keeps the sentences that answer a question, for any reader."""
 
 from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,12 +19,14 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, PreTrai
 # Tokens that neighbouring windows of a long text share.
 _OVERLAP = 64
 _WINDOWS_AT_ONCE = 16
-# Prices of a token lie between the greatest standardized scores; the last bisection tells a thousandth.
-_STEEPEST, _BISECTIONS = 20.0, 16
+_SENTENCE_END = re.compile(
+    r"(?<!\b[A-Z]\.)(?<!\b(?:Mr|Ms|Dr|St|Jr|Sr|No|vs|cf)\.)(?<!\b(?:Mrs|Gen|Col|Rev|Hon)\.)(?<!\bProf\.)"
+    r"(?<=[.!?])[\"'”’)\]]*(?=\s)|(?<=[。！？])[”’」』）]*(?![。！？”’」』）])|(?=\n)"
+)
 
 
 class TextCompressor:
-    """Shortens texts for any reader: each word gets a score, and the words with the highest stay in their order.
+    """Shortens texts for any reader: each word gets a score, and the sentences with the highest stay in their order.
 
     Args:
         model: a token classifier with the labels drop and keep, or a function from `input_ids` and `attention_mask`,
@@ -60,23 +65,20 @@ class TextCompressor:
         text: str,
         ratio: float = 2.0,
         *,
+        question: str | None = None,
         max_tokens: int | None = None,
         keep: Collection[str] = (),
-        gap_cost: float = 2.0,
-        gap_mark: str = "...",
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> str:
-        """Return the words of a text that are worth most together, in their order, with a mark for each gap.
+        """Return the sentences of a text with the highest scores, in their order; of the last one, a run of words.
 
         Args:
             text: of any length.
             ratio: tokens of the text for each token that stays.
+            question: keeps what answers it; without one, what questions ask for most.
             max_tokens: most tokens that stay, in place of a ratio.
             keep: "numbers" (words with a digit) and "names" (capitalized words inside a sentence) stay whatever their
                 score is, even if they alone have more tokens than the ratio leaves.
-            gap_cost: what each run of words behind a gap costs, in standard deviations of a word's score: readers,
-                small ones above all, understand long runs better. 0 keeps the words of the highest scores.
-            gap_mark: stands in place of the words of a gap in front of a run; "" for nothing. Its tokens count.
             tokenizer: the reader's, which counts tokens; the classifier's own by default.
         """
         if not 1 <= ratio < math.inf:
@@ -85,38 +87,36 @@ class TextCompressor:
         if not words:
             return ""
         counter = self.tokenizer if tokenizer is None else tokenizer
-        texts = [f" {word}" for word in (gap_mark, *words)]
-        mark, *costs = map(len, counter(texts, add_special_tokens=False)["input_ids"])
-        mark *= bool(gap_mark)
+        costs = [len(ids) for ids in counter([f" {word}" for word in words], add_special_tokens=False)["input_ids"]]
         budget = math.ceil(sum(costs) / ratio) if max_tokens is None else max_tokens
-        scores = self.word_scores(text)
-        kept = best_runs(scores, costs, budget, gap_cost, mark, forced_words(words, keep))
-        left = budget - sum(costs[place] for place in kept) - mark * len(_gaps(kept))
-        kept = extended_runs(kept, scores, costs, left)
-        gaps = _gaps(kept) if mark else ()
-        return " ".join(f"{gap_mark} {words[place]}" if place in gaps else words[place] for place in kept)
+        scores, forced = self.word_scores(text, question), forced_words(words, keep)
+        kept = best_sentences(scores, word_sentences(text), costs, budget, forced)
+        return " ".join(words[place] for place in kept)
 
-    def word_scores(self, text: str) -> list[float]:
-        """Return a score for each of `text.split()`: the mean log odds of its tokens, standardized within the text."""
+    def word_scores(self, text: str, question: str | None = None) -> list[float]:
+        """Return a score for each of `text.split()`: the mean log odds of its tokens that it is kept."""
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        scores = self._token_scores(encoding["input_ids"])
-        return standardized(pooled_scores(scores, encoding["offset_mapping"], word_spans(text))).tolist()
+        asked = [] if question is None else self.tokenizer(question, add_special_tokens=False)["input_ids"]
+        scores = self._token_scores(encoding["input_ids"], asked)
+        return pooled_scores(scores, encoding["offset_mapping"], word_spans(text)).tolist()
 
     @torch.inference_mode()
-    def _token_scores(self, ids: Sequence[int]) -> Tensor:
-        """The log odds of each token, the mean over windows of one length that share tokens."""
-        start, end = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
-        size = min(len(ids), self.tokenizer.model_max_length - 2)
+    def _token_scores(self, ids: Sequence[int], question_ids: Sequence[int] = ()) -> Tensor:
+        """The log odds of each token: the mean over windows of one length that share tokens, all with the question."""
+        longest = self.tokenizer.model_max_length
+        start = opening(self.tokenizer, question_ids[: longest // 4])
+        size = min(len(ids), longest - len(start) - 1)
         # The last window ends with the text, so that no window is padded.
         starts = [*range(0, len(ids) - size, max(1, size - _OVERLAP)), len(ids) - size]
-        windows = torch.tensor([[start, *ids[first : first + size], end] for first in starts])
+        end = self.tokenizer.sep_token_id
+        windows = torch.tensor([[*start, *ids[first : first + size], end] for first in starts])
         device = getattr(self.model, "device", windows.device)
         totals, counts = torch.zeros(len(ids)), torch.zeros(len(ids))
         for first, part in zip(
             range(0, len(starts), _WINDOWS_AT_ONCE), windows.to(device).split(_WINDOWS_AT_ONCE), strict=True
         ):
             output = self.model(input_ids=part, attention_mask=torch.ones_like(part))
-            logits = getattr(output, "logits", output)[:, 1:-1].float().cpu()
+            logits = getattr(output, "logits", output)[:, len(start) : -1].float().cpu()
             for place, odds in zip(starts[first:], logits[..., 1] - logits[..., 0], strict=False):
                 totals[place : place + size] += odds
                 counts[place : place + size] += 1
@@ -149,6 +149,12 @@ class _Logits(torch.nn.Module):
         return self.model(input_ids=input_ids, attention_mask=attention_mask).logits
 
 
+def opening(tokenizer: PreTrainedTokenizerBase, question_ids: Sequence[int]) -> list[int]:
+    """Return the ids in front of a text: the classifier reads `[CLS] question [SEP] text [SEP]`, or no question."""
+    question = [*question_ids, tokenizer.sep_token_id] if question_ids else []
+    return [tokenizer.cls_token_id, *question]
+
+
 def word_spans(text: str) -> list[tuple[int, int]]:
     """Return where each of `text.split()` begins and ends."""
     return [match.span() for match in re.finditer(r"\S+", text)]
@@ -166,74 +172,65 @@ def pooled_scores(scores: Tensor, offsets: Sequence[Sequence[int]], spans: Seque
     return lowest.scatter_reduce(0, word_places(offsets, spans), scores, "mean", include_self=False)
 
 
-def standardized(scores: Tensor) -> Tensor:
-    """Return scores less their mean, in their standard deviations."""
-    return (scores - scores.mean()) / scores.std(correction=0).clamp(min=1e-6)
+def split_sentences(text: str) -> list[str]:
+    """Return the sentences of a text, each with the spaces in front of it; joined they are the text."""
+    parts, start = [], 0
+    for end in [*(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]:
+        if text[start:end].strip():
+            parts.append(text[start:end])
+            start = end
+    if parts:
+        # Spaces behind the last sentence.
+        parts[-1] += text[start:]
+    return parts
 
 
-def best_runs(
-    scores: Sequence[float],
-    costs: Sequence[int],
-    budget: int,
-    gap_cost: float,
-    gap_tokens: int = 0,
-    forced: Collection[int] = (),
+def word_sentences(text: str) -> list[int]:
+    """Return the number of the sentence that each of `text.split()` begins in."""
+    ends = list(accumulate(map(len, split_sentences(text))))
+    return [bisect_right(ends, start) for start, _ in word_spans(text)]
+
+
+def best_sentences(
+    scores: Sequence[float], sentences: Sequence[int], costs: Sequence[int], budget: int, forced: Collection[int] = ()
 ) -> list[int]:
-    """Return the places of the words whose scores, less a cost for each run behind a gap, add up to most.
+    """Return the places of the words that stay: whole sentences by their mean score, and a run of the next one.
 
-    The words keep to the budget by a price of each token, which is found by bisection. At a price the best words are
-    those of a path through two states, kept and dropped (Viterbi).
+    Args:
+        scores: of each word.
+        sentences: the number of each word's sentence.
+        costs: each word's tokens.
+        budget: most tokens that stay.
+        forced: places of words that stay first.
     """
-    if sum(costs) <= budget:
-        return list(range(len(scores)))
-    low, high = -_STEEPEST, _STEEPEST
-    kept = sorted(forced)
-    for _ in range(_BISECTIONS):
-        price = (low + high) / 2
-        worth = [score - price * cost for score, cost in zip(scores, costs, strict=True)]
-        for place in forced:
-            worth[place] = math.inf
-        found = _best_path(worth, gap_cost + price * gap_tokens)
-        if sum(costs[place] for place in found) + gap_tokens * len(_gaps(found)) <= budget:
-            kept, high = found, price
-        else:
-            low = price
-    return kept
+    places_of: dict[int, list[int]] = {}
+    for place, sentence in enumerate(sentences):
+        places_of.setdefault(sentence, []).append(place)
+    kept = set(forced)
+    left = budget - sum(costs[place] for place in kept)
+    for places in sorted(places_of.values(), key=lambda places: -fmean(scores[place] for place in places)):
+        added = best_run([place for place in places if place not in kept], scores, costs, left)
+        kept.update(added)
+        left -= sum(costs[place] for place in added)
+        if not kept.issuperset(places):
+            break
+    return sorted(kept)
 
 
-def extended_runs(kept: Sequence[int], scores: Sequence[float], costs: Sequence[int], left: int) -> list[int]:
-    """Return `kept` and the neighbours of its words with the highest scores that take at most `left` more tokens."""
-    places = set(kept)
-    while True:
-        near = {place + step for place in places for step in (-1, 1)} - places if places else {0}
-        fitting = [place for place in near if 0 <= place < len(scores) and costs[place] <= left]
-        if not fitting:
-            return sorted(places)
-        best = max(fitting, key=scores.__getitem__)
-        places.add(best)
-        left -= costs[best]
-
-
-def _gaps(places: Sequence[int]) -> set[int]:
-    """Places of the first words behind gaps."""
-    return set(places) - {0, *(place + 1 for place in places)}
-
-
-def _best_path(worth: Sequence[float], gap_cost: float) -> list[int]:
-    """Places of the words that are worth most, where a run behind a gap costs `gap_cost`; infinite ones are kept."""
-    dropped, kept = 0.0, -math.inf
-    came_from_kept: list[tuple[bool, bool]] = []
-    for place, value in enumerate(worth):
-        is_forced, opened = value == math.inf, dropped - (gap_cost if place else 0.0)
-        came_from_kept.append((kept > dropped, kept >= opened))
-        best = max(kept, opened) + (0.0 if is_forced else value)
-        dropped, kept = -math.inf if is_forced else max(dropped, kept), best
-    is_kept, places = kept > dropped, []
-    for place in reversed(range(len(worth))):
-        if is_kept:
-            places.append(place)
-        is_kept = came_from_kept[place][is_kept]
-    return places[::-1]
+def best_run(places: Sequence[int], scores: Sequence[float], costs: Sequence[int], budget: int) -> Sequence[int]:
+    """Return the run of places within the budget whose scores above the lowest one add up to most."""
+    lowest = min((scores[place] for place in places), default=0.0)
+    start, cost, worth, most, best = 0, 0, 0.0, (0.0, 0), places[:0]
+    for end, place in enumerate(places, 1):
+        cost += costs[place]
+        worth += scores[place] - lowest
+        while cost > budget and start < end:
+            cost -= costs[places[start]]
+            worth -= scores[places[start]] - lowest
+            start += 1
+        if (worth, end - start) > most:
+            most, best = (worth, end - start), places[start:end]
+    return best
 
 
 def forced_words(words: Sequence[str], kinds: Collection[str]) -> list[int]:

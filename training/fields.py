@@ -172,7 +172,6 @@ class TrainingFields:
     context_mode: str = _option("compressed", ", ".join(CONTEXT_MODES))
     contrastive_temperature: float = _option(1.0, "divides the scores of retrieval")
     fit_scorers: int = _option(0, "contexts that the scorers of ranked_key_values are fitted to at first")
-    label_texts: int = _option(1000, "texts that the teacher of keep_drop labels")
     sample_answers_steps: int = _option(0, "steps between answers in the log; 0 for none")
 
     def check_fields(self) -> None:

@@ -106,24 +106,26 @@ class SelfInformation(TextSystem):
 
 
 class KeepDrop(TextSystem):
-    """Keep the words that a text compressor of this package scores highest.
+    """Keep the sentences that a text compressor of this package scores highest.
 
     Args:
+        name: keep_drop, or keep_drop_aware, which sees the question.
         reader: reads what is left, and answers.
         tokenizer: the reader's.
         checkpoint: folder of the text compressor.
     """
 
-    def __init__(self, reader: Any, tokenizer: Any, checkpoint: Path):
+    def __init__(self, name: str, reader: Any, tokenizer: Any, checkpoint: Path):
         from context_compressors import TextCompressor
 
-        super().__init__("keep_drop", reader, tokenizer)
+        super().__init__(name, reader, tokenizer)
         self.compressor = TextCompressor.from_pretrained(checkpoint)
 
     def kept_ids(self, question: Question, read: Any, budget: int) -> list[int]:
         from context_compressors.evaluation.alternatives import kept_words
 
-        return kept_words(self.compressor, self.tokenizer, question["context_ids"], budget)
+        asked = question["question"] if self.name.endswith(_AWARE) else None
+        return kept_words(self.compressor, self.tokenizer, question["context_ids"], asked, budget)
 
 
 class LLMLingua(TextSystem):
@@ -310,8 +312,8 @@ def make_system(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     reader = reader.to(arguments.device).eval()
     if name.removesuffix(_AWARE) in _PRESSES:
         return Press(name, reader)
-    if name == "keep_drop":
-        return KeepDrop(reader, tokenizer, KEEP_DROP)
+    if name.removesuffix(_AWARE) == "keep_drop":
+        return KeepDrop(name, reader, tokenizer, KEEP_DROP)
     if name == "self_information":
         return SelfInformation(reader, tokenizer, arguments.base)
     if name.endswith("llmlingua"):

@@ -252,7 +252,8 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
         default=[],
         metavar="KIND",
         help="beside each ratio, as many tokens of the text: its beginning (cut), BM25's sentences (bm25), those "
-        "that the base expects least (self_information), or the words that `text_compressor` keeps (keep_drop)",
+        "that the base expects least (self_information), or what `text_compressor` keeps (keep_drop), with the "
+        "question (keep_drop_aware)",
     ),
     argument("--merge-adapters", action="store_true", help="merge the compressor's adapters first, which is faster"),
     argument("--max-samples", type=positive_int, metavar="N", help="samples per data set and task (default: all)"),

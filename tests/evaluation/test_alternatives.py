@@ -148,16 +148,18 @@ def test_alternatives_have_the_positions_of_the_slots_and_the_reader_of_the_full
     assert [sample.answers["cut=4"] for sample in own.answers] == expected
 
 
-def test_keep_drop_reads_the_words_of_a_text_compressor(model, tokenizer, tmp_path):
+@pytest.mark.parametrize("name", ["keep_drop", "keep_drop_aware"])
+def test_keep_drop_reads_the_words_of_a_text_compressor(model, tokenizer, tmp_path, name):
     folder = save_encoder(tmp_path / "classifier", is_classifier=True)
-    report = run(model, tokenizer, tasks=(QA,), alternatives=("keep_drop",), text_compressor=str(folder))
+    report = run(model, tokenizer, tasks=(QA,), alternatives=(name,), text_compressor=str(folder))
     compressor, shortened = TextCompressor.from_pretrained(folder), []
     for row in ROWS:
         budget = math.ceil(len(row["context"]) / 2)
-        kept = compressor.compress_text(row["context"], max_tokens=budget, tokenizer=tokenizer)
+        question = row["question"] if name == "keep_drop_aware" else None
+        kept = compressor.compress_text(row["context"], question=question, max_tokens=budget, tokenizer=tokenizer)
         shortened.append({**row, "context": kept})
         assert len(kept) <= budget
     expected = naive_answers(model, tokenizer, "full_context", shortened, 6)
-    assert [sample.answers["keep_drop=2"] for sample in report.answers] == expected
-    with pytest.raises(ValueError, match="keep_drop and text_compressor, the folder of a checkpoint, go together"):
-        run(model, tokenizer, alternatives=("keep_drop",))
+    assert [sample.answers[f"{name}=2"] for sample in report.answers] == expected
+    with pytest.raises(ValueError, match="go with text_compressor, a checkpoint"):
+        run(model, tokenizer, alternatives=(name,))

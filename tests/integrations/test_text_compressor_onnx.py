@@ -18,5 +18,8 @@ def test_onnxruntime_keeps_the_same_words(tmp_path):
     exported = TextCompressor.from_pretrained(folder, onnx_file=tmp_path / "model.onnx")
     for num_tokens in (32, 300):
         text = generate_document(5, num_tokens=num_tokens).text
-        assert exported.word_scores(text) == pytest.approx(compressor.word_scores(text), abs=1e-4)
-        assert exported.compress_text(text, 3) == compressor.compress_text(text, 3)
+        for question in (None, "Which harbour was built first?"):
+            wanted = compressor.word_scores(text, question)
+            assert exported.word_scores(text, question) == pytest.approx(wanted, abs=1e-4)
+            wanted = compressor.compress_text(text, 3, question=question)
+            assert exported.compress_text(text, 3, question=question) == wanted

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that are compressed to texts: whole words in their order, scored in windows."""
+"""Texts that are compressed to texts: whole words in their order, scored in windows, with a question or without."""
 
 import re
 
@@ -10,7 +10,7 @@ from transformers import AutoModelForTokenClassification, pipeline
 
 from context_compressors import TextCompressor
 from context_compressors.data.synthetic_documents import generate_document
-from context_compressors.modeling.text_compressor import best_runs, extended_runs, forced_words
+from context_compressors.modeling.text_compressor import best_run, best_sentences, forced_words, word_sentences
 
 TEXT = generate_document(3, num_tokens=300).text
 
@@ -31,25 +31,29 @@ def by_id(input_ids, attention_mask):
 
 
 @torch.no_grad()
-def test_scores_are_means_over_windows_and_over_a_words_tokens(compressor, folder):
+@pytest.mark.parametrize("question", [None, "Which harbour was built first?"])
+def test_scores_are_means_over_windows_and_over_a_words_tokens(compressor, folder, question):
     model, tokenizer = AutoModelForTokenClassification.from_pretrained(folder), compressor.tokenizer
     words = (TEXT.split() * 2)[:150]
     pieces = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
     ids = [token for piece in pieces for token in piece]
-    size = tokenizer.model_max_length - 2
+    longest = tokenizer.model_max_length
+    start = [tokenizer.cls_token_id]
+    if question:
+        asked = tokenizer(question, add_special_tokens=False)["input_ids"][: longest // 4]
+        start += [*asked, tokenizer.sep_token_id]
+    size = longest - len(start) - 1
     assert len(ids) > 2 * size
     found = [[] for _ in ids]
-    starts = [*range(0, len(ids) - size, size - 64), len(ids) - size]
-    for start in starts:
-        row = [tokenizer.cls_token_id, *ids[start : start + size], tokenizer.sep_token_id]
-        logits = model(torch.tensor([row])).logits[0, 1:-1]
-        for place, (drop, keep) in enumerate(logits.tolist(), start):
+    for first in [*range(0, len(ids) - size, max(1, size - 64)), len(ids) - size]:
+        row = [*start, *ids[first : first + size], tokenizer.sep_token_id]
+        logits = model(torch.tensor([row])).logits[0, len(start) : -1]
+        for place, (drop, keep) in enumerate(logits.tolist(), first):
             found[place].append(keep - drop)
     odds = iter([sum(of_token) / len(of_token) for of_token in found])
     wanted = [sum(next(odds) for _ in piece) / len(piece) for piece in pieces]
-    mean, deviation = sum(wanted) / len(wanted), torch.tensor(wanted).std(correction=0).item()
-    standardized = [(score - mean) / deviation for score in wanted]
-    torch.testing.assert_close(compressor.word_scores(" ".join(words)), standardized, atol=1e-4, rtol=1e-4)
+    scores = compressor.word_scores(" ".join(words), question)
+    torch.testing.assert_close(scores, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 3.5, 8])
@@ -58,42 +62,51 @@ def test_words_stay_whole_and_in_order_within_the_budget(ratio):
     compressor = TextCompressor(by_id, tokenizer)
     kept = compressor.compress_text(TEXT, ratio).split()
     words = iter(TEXT.split())
-    assert all(word in words for word in kept if word != "...")
+    assert all(word in words for word in kept)
     tokens = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (" ".join(kept), TEXT)]
     assert 0.9 * tokens[1] / ratio < tokens[0] <= -(-tokens[1] // ratio)
 
 
-@pytest.mark.parametrize(("gap_cost", "gap_tokens"), [(0, 0), (0.7, 0), (0.7, 1), (3, 2)])
-def test_runs_are_worth_most_of_all_that_keep_to_the_budget(gap_cost, gap_tokens):
-    """Against all subsets."""
+def test_the_sentences_with_the_highest_means_stay_and_a_run_of_the_next_one():
+    scores, sentences = [5, 0, 3, 3, 1, 2, 2, 0, 9, 9], [0, 0, 1, 1, 2, 2, 2, 2, 3, 3]
+    costs = [1, 1, 2, 1, 1, 1, 1, 1, 1, 1]
+    assert best_sentences(scores, sentences, costs, 2) == [8, 9]
+    assert best_sentences(scores, sentences, costs, 4) == [2, 8, 9]
+    assert best_sentences(scores, sentences, costs, 9) == [0, 1, 2, 3, 5, 6, 8, 9]
+    assert best_sentences(scores, sentences, costs, 4, [1, 7]) == [1, 7, 8, 9]
+    assert best_sentences(scores, sentences, costs, 1, [1, 7]) == [1, 7]
+    assert best_sentences(scores, sentences, costs, 11) == list(range(10))
+
+
+def test_a_run_has_the_most_of_all_that_keep_to_the_budget():
+    """Against all runs."""
     torch.manual_seed(0)
     for _ in range(20):
         scores, costs = torch.randn(9).tolist(), torch.randint(1, 4, (9,)).tolist()
-        budget, forced = sum(costs) // 2, [4]
-
-        def gaps(places):
-            return sum(place > 0 and place - 1 not in places for place in places)
-
-        def tokens(places, costs=costs):
-            return sum(costs[place] for place in places) + gap_tokens * gaps(places)
-
-        def worth(places, scores=scores):
-            return sum(scores[place] for place in places) - gap_cost * gaps(places)
-
-        kept = best_runs(scores, costs, budget, gap_cost, gap_tokens, forced)
-        spent = tokens(kept)
-        subsets = [[place for place in range(9) if number >> place & 1] for number in range(2**9)]
-        # A price of tokens finds the best of all that spend as many.
-        wanted = max(worth(places) for places in subsets if 4 in places and tokens(places) == spent)
-        assert spent <= budget
-        assert worth(kept) == pytest.approx(wanted, abs=0.02)
+        budget, lowest = sum(costs) // 2, min(scores)
+        runs = [range(first, end) for first in range(9) for end in range(first + 1, 10)]
+        fitting = [run for run in runs if sum(costs[place] for place in run) <= budget]
+        wanted = max(sum(scores[place] - lowest for place in run) for run in fitting)
+        kept = best_run(range(9), scores, costs, budget)
+        assert kept in fitting
+        assert sum(scores[place] - lowest for place in kept) == pytest.approx(wanted)
 
 
-def test_what_is_left_of_the_budget_goes_to_the_best_neighbours_of_kept_words():
-    scores, costs = [0.0, 3.0, 9.0, 1.0, 2.0, 8.0], [1, 2, 1, 1, 1, 5]
-    assert extended_runs([2], scores, costs, 4) == [1, 2, 3, 4]
-    assert extended_runs([], scores, costs, 3) == [0, 1]
-    assert extended_runs([4], scores, costs, -1) == [4]
+def test_words_belong_to_the_sentences_that_they_begin_in():
+    assert word_sentences('He met Mr. Holm. "Why?" she\nasked. ') == [0, 0, 0, 0, 1, 2, 3]
+
+
+def test_a_question_is_read_in_front_of_each_window():
+    tokenizer, rows = word_piece_tokenizer(), []
+
+    def noting(input_ids, attention_mask):
+        rows.extend(input_ids.tolist())
+        return by_id(input_ids, attention_mask)
+
+    TextCompressor(noting, tokenizer).compress_text(TEXT, 4, question="the harbour")
+    start = tokenizer("the harbour")["input_ids"]
+    assert len(rows) > 1
+    assert all(row[: len(start)] == start for row in rows)
 
 
 def test_the_readers_tokens_are_counted_and_may_be_given_as_a_number(compressor):
@@ -101,7 +114,7 @@ def test_the_readers_tokens_are_counted_and_may_be_given_as_a_number(compressor)
         def __call__(self, texts, add_special_tokens):
             return {"input_ids": [list(text.strip()) for text in texts]}
 
-    kept = compressor.compress_text(TEXT, max_tokens=100, gap_mark="", tokenizer=Letters()).split()
+    kept = compressor.compress_text(TEXT, max_tokens=100, tokenizer=Letters()).split()
     assert 60 < len("".join(kept)) <= 100
     assert compressor.compress_text(" \n ") == ""
 
@@ -109,7 +122,7 @@ def test_the_readers_tokens_are_counted_and_may_be_given_as_a_number(compressor)
 def test_numbers_and_names_stay_whatever_their_scores(compressor):
     text = "In 1974 the engineer Clara Holm, who was 43, gave the old museum forty model ships."
     kept = compressor.compress_text(text, 8, keep=("numbers", "names"))
-    assert kept == "... 1974 ... Clara Holm, ... 43,"
+    assert kept == "1974 Clara Holm, 43,"
     assert {"1974", "43,"} <= set(compressor.compress_text(text, 3, keep=["numbers"]).split())
     with pytest.raises(ValueError, match=r"at least 1, got 0\.5"):
         compressor.compress_text(text, 0.5)
@@ -120,10 +133,13 @@ def test_names_are_capitalized_inside_a_sentence():
     assert [words[place] for place in forced_words(words, ["names"])] == ["Ann.", "(Bob)", '"Yes,', "Mr."]
 
 
-def test_the_stock_pipeline_has_the_same_scores(compressor, folder):
+@pytest.mark.parametrize("question", [None, "Which harbour?"])
+def test_the_stock_pipeline_has_the_same_scores(compressor, folder, question):
     text = " ".join(TEXT.split()[:20])
-    found = pipeline("token-classification", model=str(folder), ignore_labels=[])(text)
+    given = text if question is None else f"{question} [SEP] {text}"
+    found = pipeline("token-classification", model=str(folder), ignore_labels=[])(given)
     odds = torch.tensor([entry["score"] for entry in found]).logit()
     odds = [odd if entry["entity"] == "keep" else -odd for odd, entry in zip(odds.tolist(), found, strict=True)]
-    ids = compressor.tokenizer(text, add_special_tokens=False)["input_ids"]
-    torch.testing.assert_close(compressor._token_scores(ids).tolist(), odds, atol=1e-4, rtol=1e-4)
+    ids, asked = (compressor.tokenizer(part or "", add_special_tokens=False)["input_ids"] for part in (text, question))
+    wanted = compressor._token_scores(ids, asked).tolist()
+    torch.testing.assert_close(wanted, odds[-len(ids) :], atol=1e-4, rtol=1e-4)

@@ -1,91 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objective keep_drop: a token classifier learns which words a compressor's scores would keep."""
+"""The objective keep_drop: a token classifier learns which words of a text answer a question, or any question."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
-from tqdm import tqdm
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForTokenClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.document_ids import document_id
-from ...data.rows import distinct_texts, read_rows
-from ...modeling.checkpoint.pretrained_bases import load_from_place, tokenizer_from_place
-from ...modeling.text_compressor import pooled_scores, standardized, word_places, word_spans
+from ...data.rows import read_rows
+from ...modeling.text_compressor import opening, word_places, word_sentences, word_spans
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..base_trainer import BaseTrainer, without_metadata
 
-LABELS_FILE = "labels.jsonl"
 _IGNORED = -1.0
-# What the pieces of the classifier's vocabulary are counted in.
-_VOCABULARY_TEXTS = 4000
+# The label of an answer's words is 1, of the other words in its sentence this.
+_SENTENCE_LABEL = 0.7
+_SHARE_WITHOUT_QUESTION = 1 / 6
 
 
-def drawn_texts(data: DataArguments, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[tuple[str, str]]:
-    """Yield texts of at most `max_context_tokens` tokens in whole words, each with the document that it is from.
+def drawn_examples(data: DataArguments, number: int, seed: int) -> list[dict[str, Any]]:
+    """Draw texts of at most `max_context_tokens` words by the weights of their sources, some without a question.
 
-    Sources are drawn by their weights, and each document at most once: of a long text a part from a random word on.
+    Returns:
+        For each example `text`, `question` (`None` without) and `labels`, the probability that each word is kept.
+        Without a question it is the mean over the text's questions.
     """
     rng = random.Random(seed)
     sources = data.parsed_sources()
-    documents = [distinct_texts(read_rows(source, data.data_dir, seed)) for source in sources]
-    for texts in documents:
-        rng.shuffle(texts)
-    while any(documents):
-        weights = [source.weight or 1.0 if texts else 0.0 for source, texts in zip(sources, documents, strict=True)]
-        document = rng.choices(documents, weights)[0].pop()
-        spans = word_spans(document)
-        first = rng.randrange(len(spans)) if len(spans) > data.max_context_tokens else 0
-        part = document[spans[first][0] : spans[min(len(spans), first + data.max_context_tokens) - 1][1]]
-        offsets = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        if len(offsets) > data.max_context_tokens:
-            last = offsets[data.max_context_tokens - 1][1]
-            part = part[: max(end for _, end in word_spans(part) if end <= last)]
-        if len(offsets) >= data.min_context_tokens:
-            yield part, document
+    questions: list[dict[str, list[tuple[str, list[str]]]]] = []
+    for source in sources:
+        questions.append({})
+        for row in read_rows(source, data.data_dir, seed).to_pylist():
+            if len(row["context"].split()) <= data.max_context_tokens:
+                questions[-1].setdefault(row["context"], []).append((row["question"], row["answers"]))
+    texts = [list(of_source) for of_source in questions]
+    examples = []
+    for place in rng.choices(range(len(sources)), [source.weight or 1.0 for source in sources], k=number):
+        text = rng.choice(texts[place])
+        asked = questions[place][text]
+        if rng.random() < _SHARE_WITHOUT_QUESTION:
+            of_questions = [answer_labels(text, *pair) for pair in asked]
+            question, labels = None, [fmean(of_word) for of_word in zip(*of_questions, strict=True)]
+        else:
+            question, answers = rng.choice(asked)
+            labels = answer_labels(text, question, answers)
+        examples.append({"text": text, "question": question, "labels": labels})
+    return examples
 
 
-@torch.no_grad()
-def teacher_labels(teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> list[float]:
-    """Return for each word the probability that it is kept.
+def answer_labels(text: str, question: str, answers: Sequence[str]) -> list[float]:
+    """Return the probability that each word of a text is kept for a question.
 
-    The teacher's scores are logarithms of attention: a token's is the mean attention over all layers and heads.
+    Words of the sentence that has most of an answer's words are kept; of several, the one that has most of the
+    question's.
     """
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt")
-    scores = teacher.base_model.token_scores(encoding["input_ids"].to(teacher.device))[0].cpu()
-    return word_labels(scores.logsumexp(dim=0), encoding["offset_mapping"][0].tolist(), text)
+    words, sentences = _plain(text), word_sentences(text)
+    wanted, asked = [set(_plain(answer)) for answer in answers], set(_plain(question))
+
+    def value(sentence: int) -> tuple[float, int]:
+        own = {word for word, number in zip(words, sentences, strict=True) if number == sentence}
+        return max(len(own & answer) / max(1, len(answer)) for answer in wanted), len(own & asked)
+
+    best = max(dict.fromkeys(sentences), key=value)
+    kept = zip(words, sentences, strict=True)
+    return [
+        0.0 if sentence != best else 1.0 if any(word in answer for answer in wanted) else _SENTENCE_LABEL
+        for word, sentence in kept
+    ]
 
 
-def word_labels(scores: Tensor, offsets: Sequence[Sequence[int]], text: str) -> list[float]:
-    """Return probabilities whose log odds are the mean scores of each word's tokens, standardized within the text."""
-    labels = standardized(pooled_scores(scores, offsets, word_spans(text))).sigmoid()
-    return [round(label, 4) for label in labels.tolist()]
-
-
-def labelled_texts(
-    teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str]], file: Path
-) -> list[dict[str, Any]]:
-    """Return the texts with the labels of their words, which are read from a file or added to it."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    known = {row["text"]: row for row in map(json.loads, lines)}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as output:
-        for text, document in tqdm(texts, desc="label", unit="text"):
-            if text not in known:
-                labels = teacher_labels(teacher, tokenizer, text)
-                known[text] = {"text": text, "document": document_id(document), "labels": labels}
-                print(json.dumps(known[text]), file=output, flush=True)
-    return [known[text] for text, _ in texts]
+def _plain(text: str) -> list[str]:
+    """Words in lower case without punctuation."""
+    return [re.sub(r"[^\w]", "", word.lower()) for word in text.split()]
 
 
 def pruned_tokenizer(
@@ -130,8 +127,10 @@ def student(
     """Return a token classifier of the labels drop and keep on an encoder's first layers and most frequent pieces."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     labels = {"id2label": {0: "drop", 1: "keep"}, "label2id": {"drop": 0, "keep": 1}}
-    layers = {} if num_hidden_layers is None else {"num_hidden_layers": num_hidden_layers}
-    model = AutoModelForTokenClassification.from_pretrained(base, dtype=torch.float32, **labels, **layers)
+    config: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **labels}
+    if num_hidden_layers is not None:
+        config["num_hidden_layers"] = num_hidden_layers
+    model = AutoModelForTokenClassification.from_pretrained(base, dtype=torch.float32, **config)
     tokenizer.model_max_length = model.config.max_position_embeddings
     if vocab_size is not None:
         tokenizer, earlier_ids = pruned_tokenizer(tokenizer, texts, vocab_size)
@@ -142,32 +141,45 @@ def student(
     return model, tokenizer
 
 
+def tokenized(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an example as `input_ids` and `labels` of tokens, cut to the classifier's positions, and its document.
+
+    Each token of the text has the label of its word.
+    """
+    text, question = example["text"], example["question"]
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    places = word_places(encoding["offset_mapping"], word_spans(text))
+    asked = [] if question is None else tokenizer(question, add_special_tokens=False)["input_ids"]
+    start = opening(tokenizer, asked)
+    length = tokenizer.model_max_length
+    labels = [_IGNORED] * len(start) + [example["labels"][place] for place in places.tolist()]
+    return {
+        "input_ids": [*[*start, *encoding["input_ids"]][: length - 1], tokenizer.sep_token_id],
+        "labels": [*labels[: length - 1], _IGNORED],
+        "document": document_id(text),
+    }
+
+
 class KeepDropCollator:
-    """Turns labelled texts into a batch of a token classifier; each token has the label of its word.
+    """Pads rows of [`tokenized`] to a batch.
 
     Args:
-        tokenizer: the classifier's.
+        pad_token_id: fills `input_ids`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer = tokenizer
+    def __init__(self, pad_token_id: int):
+        self.pad_token_id = pad_token_id
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return `input_ids`, `attention_mask` and `labels`, all `(batch_size, width)`, and the rows' documents."""
-        texts = [row["text"] for row in rows]
-        options = {"truncation": True, "padding": True, "return_offsets_mapping": True, "return_tensors": "pt"}
-        batch = self.tokenizer(texts, **options)
-        labels = torch.full(batch["input_ids"].shape, _IGNORED)
-        for label, row, offsets in zip(labels, rows, batch.pop("offset_mapping"), strict=True):
-            is_word = offsets[:, 1] > offsets[:, 0]
-            places = word_places(offsets[is_word].tolist(), word_spans(row["text"]))
-            label[is_word] = torch.tensor(row["labels"])[places]
-        documents = [row["document"] for row in rows]
-        return {
-            **{name: batch[name] for name in ("input_ids", "attention_mask")},
-            "labels": labels,
-            "documents": documents,
+        columns = {"input_ids": self.pad_token_id, "labels": _IGNORED}
+        batch = {
+            name: pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=value)
+            for name, value in columns.items()
         }
+        lengths = torch.tensor([[len(row["input_ids"])] for row in rows])
+        mask = (torch.arange(batch["labels"].shape[1]) < lengths).long()
+        return {**batch, "attention_mask": mask, "documents": [row["document"] for row in rows]}
 
 
 class KeepDropTrainer(BaseTrainer):
@@ -188,20 +200,19 @@ class KeepDropTrainer(BaseTrainer):
 
 
 def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> KeepDropTrainer:
-    """Return the trainer of a recipe: `teacher` labels `label_texts` texts, and a classifier on `base` learns them."""
-    if model_args.base is None or model_args.teacher is None:
-        raise ValueError("keep_drop needs base, an encoder, and teacher, a checkpoint of ranked_key_values")
-    teacher = load_from_place(model_args.teacher, dtype=model_args.dtype or "auto").to(args.device).eval()
-    reading = tokenizer_from_place(model_args.teacher)
-    teacher.merge_adapters()
-    texts = list(islice(drawn_texts(data_args, reading, args.seed), max(args.label_texts, _VOCABULARY_TEXTS)))
-    rows = labelled_texts(teacher, reading, texts[: args.label_texts], Path(args.output_dir, LABELS_FILE))
-    model, tokenizer = student(model_args.base, [text for text, _ in texts], **(model_args.model_config or {}))
+    """Return the trainer of a recipe: a classifier on `base` learns examples for `max_steps` steps."""
+    if model_args.base is None or args.max_steps < 1:
+        raise ValueError("keep_drop needs base, an encoder, and max_steps of at least 1")
+    examples = drawn_examples(
+        data_args, args.max_steps * args.train_batch_size * args.gradient_accumulation_steps, args.seed
+    )
+    texts = [text for example in examples for text in (example["text"], example["question"]) if text]
+    model, tokenizer = student(model_args.base, texts, **(model_args.model_config or {}))
     args.remove_unused_columns = False
     return KeepDropTrainer(
         model=model,
         args=args,
-        train_dataset=rows,
-        data_collator=KeepDropCollator(tokenizer),
+        train_dataset=[tokenized(tokenizer, example) for example in examples],
+        data_collator=KeepDropCollator(tokenizer.pad_token_id),
         processing_class=tokenizer,
     )
