@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the configurations of StreamingLLM and SnapKV have in common: key/values are selected, and nothing trains."""
+"""The common part of the configurations of StreamingLLM, SnapKV and KVzip: key/values are selected, and nothing
+trains."""
 
 from typing import Any
 

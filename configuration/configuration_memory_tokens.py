@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the configurations of ICAE and 500xCompressor have in common."""
+"""The common part of the configurations of ICAE and 500xCompressor."""
 
 from typing import Any, cast
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the configurations of GMSA and of its baseline, TCP-AE, have in common."""
+"""The common part of the configurations of GMSA and of its baseline, TCP-AE."""
 
 import copy
 from typing import Any

@@ -75,7 +75,7 @@ class XRAGConfig(CompressorConfig):
             )
 
     def passage_places(self, num_tokens: int) -> int:
-        """What the encoder reads of a passage of so many tokens, those around it included."""
+        """Return the encoder's places of a passage of so many tokens, those around it included."""
         return len(self.passage_start_ids) + num_tokens + len(self.passage_end_ids)
 
     @property

@@ -38,12 +38,7 @@ _PASS = Passes()
 
 
 class RecordingCache(ReadOnlyCache):
-    """A cache that every layer reads in front of its own places, and which keeps some of those, for one pass.
-
-    Args:
-        key_values: as of [`ReadOnlyCache`].
-        places: as of [`KeyValueRecorder`].
-    """
+    """A cache that every layer reads in front of its own places, and which keeps some of those, for one pass."""
 
     def __init__(self, key_values: KeyValues, places: Tensor):
         super().__init__(key_values)
@@ -80,14 +75,6 @@ class BeaconMaps(nn.ModuleList):
                 if name in ("key", "value") or not is_last
             }
             self.append(nn.ModuleDict(maps))
-
-    def copy_from(self, backbone: nn.Module, names: Sequence[str]) -> None:
-        """Start as the base's own maps."""
-        maps: Any = self
-        for own, layer in zip(maps, attention_maps(backbone, names), strict=True):
-            for name, beacon in own.items():
-                for part, parameter in beacon.named_parameters():
-                    init.copy_(parameter, layer[name].get_parameter(part))
 
     def at(self, places: Tensor, backbone: nn.Module, names: Sequence[str]) -> AbstractContextManager[None]:
         """Inside this block these maps stand in for the base's own in this thread, at some places of the pass's batch,
@@ -165,7 +152,11 @@ class ActivationBeaconModel(CompressorModel):
 
     def start_from_base(self) -> None:
         # W_Q^b, W_K^b, W_V^b start as the base's W_Q, W_K, W_V, and the beacon's embedding as that of EOS.
-        self.beacon_maps.copy_from(self.encoder_backbone, self.config.beacon_maps)
+        maps: Any = self.beacon_maps
+        for own, layer in zip(maps, attention_maps(self.encoder_backbone, self.config.beacon_maps), strict=True):
+            for name, beacon in own.items():
+                for part, parameter in beacon.named_parameters():
+                    init.copy_(parameter, layer[name].get_parameter(part))
         end = self.config.eos_token_id
         end = end[0] if isinstance(end, (list, tuple)) else end
         table = self.encoder_backbone.get_input_embeddings()

@@ -54,7 +54,7 @@ class AutoCompressorModel(MemoryTokenModel):
             self.train(was_training)
 
     def kept_slots(self, chunks: Chunks, ratio: int | Tensor) -> list[int]:
-        """Slots of each segment that the decoder reads: without accumulation those of a row's last one."""
+        """Return the slots of each segment that the decoder reads: without accumulation those of a row's last one."""
         counts = super().kept_slots(chunks, ratio)
         if self.config.accumulate_summaries:
             return counts
@@ -93,17 +93,16 @@ class AutoCompressorModel(MemoryTokenModel):
         counts: Sequence[int],
         is_full: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """One causal pass over `[soft prompt, segment, summary tokens]`, with positions through all of it (section 3).
+        """Run one causal pass over `[soft prompt, segment, summary tokens]`, with positions through all of it (section
+        3).
 
         Args:
-            input_ids: The segment, `(batch_size, num_tokens)`.
-            attention_mask: Same shape.
-            soft_prompt: Summaries so far, `(batch_size, num_slots, hidden_size)`.
-            soft_mask: `(batch_size, num_slots)`, one for real ones.
+            input_ids, attention_mask: The segment, `(batch_size, num_tokens)`.
+            soft_prompt, soft_mask: Summaries so far, `(batch_size, num_slots, hidden_size)`, and their mask.
 
         Returns:
-            The last hidden states of the segment's tokens, which predict the next ones, and the summary, those of the
-            summary tokens.
+            The last hidden states of the segment's tokens, which predict the next ones, and those of the summary
+            tokens.
         """
         embeddings = self.encoder_backbone.get_input_embeddings()(input_ids)
         tokens = self.memory_vectors(max(counts)).to(embeddings.dtype).expand(len(counts), -1, -1)
@@ -123,11 +122,8 @@ class AutoCompressorModel(MemoryTokenModel):
     def next_soft_prompt(
         self, soft_prompt: Tensor, soft_mask: Tensor, summary: Tensor, counts: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """What the next segment reads, and its mask: [sigma_1, ..., sigma_i], or without accumulation sigma_i.
-
-        Args:
-            summary: Its summary, `(batch_size, num_summary_tokens, hidden_size)`.
-        """
+        """Return the next segment's soft prompt and its mask: [sigma_1, ..., sigma_i], or without accumulation
+        sigma_i."""
         mask = first_places(counts, summary.device)
         if not self.config.accumulate_summaries:
             return summary.to(soft_prompt.dtype), mask

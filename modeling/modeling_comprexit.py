@@ -30,13 +30,7 @@ Reduction = Callable[[Sequence[Tensor]], Tensor]
 
 
 class LayerMap(nn.Module):
-    """W_l of equation 5 on the query's side: no map of states, so that nobody puts an adapter on it.
-
-    Args:
-        hidden_size: width of the states.
-        size: width of the queries.
-        bias: whether it has one.
-    """
+    """W_l of equation 5 on the query's side: no map of states, so that nobody puts an adapter on it."""
 
     def __init__(self, hidden_size: int, size: int, bias: bool):
         super().__init__()
@@ -44,19 +38,13 @@ class LayerMap(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size)) if bias else None
 
     def forward(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries `(..., hidden_size)` of states, and what the bias adds to every score, `(..., 1)`."""
+        """Return queries `(..., hidden_size)` of states, and the bias's share of every score, `(..., 1)`."""
         bias = query.new_zeros(query.shape[-1]) if self.bias is None else self.bias.float()
         return query @ self.weight.float(), query @ bias[:, None]
 
 
 class LayerGate(nn.Module):
-    """Depth-wise transmission: a token's states across the layers become its anchor (section 3.2.1).
-
-    Args:
-        hidden_size: width of the states.
-        num_states: states of a token: the embeddings and one behind each layer.
-        config: the compressor's.
-    """
+    """Depth-wise transmission: a token's `num_states` states, embeddings first, become its anchor (section 3.2.1)."""
 
     def __init__(self, hidden_size: int, num_states: int, config: ComprExITConfig):
         super().__init__()
@@ -72,7 +60,8 @@ class LayerGate(nn.Module):
         self.temperature = config.gate_temperature * width_scale
 
     def forward(self, hidden_states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Anchors `(batch_size, num_tokens, hidden_size)` and weights `(batch_size, num_tokens, num_states)`."""
+        """Return anchors `(batch_size, num_tokens, hidden_size)` and weights `(batch_size, num_tokens,
+        num_states)`."""
         # Literally l = 1 ... L; the embeddings stand in front as layer 0.
         layers = [states.flatten(0, 1) for states in hidden_states[self.first_state :]]
         # In blocks of tokens, since a copy of all states in float32 costs more time and memory than the sums.
@@ -111,32 +100,27 @@ class WindowAggregation(nn.Module):
         return ratio
 
     def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:
-        """How much of each token goes into each slot of its window.
+        """Return each token's weight in each slot of its window, `(batch_size, num_windows, num_tokens, num_slots)`;
+        zero at pads.
 
         Args:
             tokens: `(batch_size, num_windows, num_tokens, hidden_size)`, float32, zero at pads.
             mask: `(batch_size, num_windows, num_tokens)`, bool.
-
-        Returns:
-            `(batch_size, num_windows, num_tokens, num_slots)`; zero at pads.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what its slots are made of")
 
     def aggregate(self, weights: Tensor, tokens: Tensor) -> Tensor:
-        """Slots `(batch_size, num_windows, num_slots, hidden_size)` from the weights."""
+        """Return slots `(batch_size, num_windows, num_slots, hidden_size)` from the weights."""
         return weights.transpose(-1, -2) @ tokens
 
     def forward(self, vectors: Tensor, mask: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
-        """Slots of all windows.
+        """Return slots `(batch_size, num_slots, hidden_size)`, left-aligned, and their mask; at padding slots stands
+        anything.
 
         Args:
             vectors: `(batch_size, num_tokens, hidden_size)`, left-aligned.
             mask: `(batch_size, num_tokens)`, bool.
             ratio: tokens per slot.
-
-        Returns:
-            Slots `(batch_size, num_slots, hidden_size)`, left-aligned, whatever stands at padding slots, and their
-            mask `(batch_size, num_slots)`.
         """
         tokens, token_mask = self.windows(vectors, mask, ratio)
         slots = self.aggregate(self.weights(tokens, token_mask, ratio), tokens)
@@ -144,7 +128,8 @@ class WindowAggregation(nn.Module):
         return slots.flatten(1, 2)[:, : slot_mask.shape[1]], slot_mask
 
     def allocation(self, vectors: Tensor, mask: Tensor, ratio: int) -> Tensor:
-        """What each slot is made of: weights that sum up to 1, `(batch_size, num_slots, num_tokens)`; as `forward`."""
+        """Return the shares of each slot's tokens, `(batch_size, num_slots, num_tokens)`, in sum 1; arguments as of
+        `forward`."""
         tokens, token_mask = self.windows(vectors, mask, ratio)
         weights = self.weights(tokens, token_mask, ratio).transpose(-1, -2)
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
@@ -168,12 +153,7 @@ class WindowAggregation(nn.Module):
 
 
 class Transmission(WindowAggregation):
-    """Width-wise transmission: anchors become slots by a plan that is optimal for a whole window (section 3.2.2).
-
-    Args:
-        hidden_size: width of the anchors.
-        config: the compressor's.
-    """
+    """Width-wise transmission: anchors become slots by a plan that is optimal for a whole window (section 3.2.2)."""
 
     def __init__(self, hidden_size: int, config: ComprExITConfig):
         super().__init__()
@@ -217,7 +197,8 @@ class Transmission(WindowAggregation):
         return plan * (counts > 0).sum(dim=-1)[..., None, None]
 
     def sender_mass(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Information capacity of each token, `(batch_size, num_windows, num_tokens)`, in sum 1 for a window."""
+        """Return the information capacity of each token, `(batch_size, num_windows, num_tokens)`, in sum 1 for a
+        window."""
         uniform = mask / mask.sum(dim=-1, keepdim=True).clamp(min=1)
         if self.sender_score is None:
             return uniform
@@ -251,14 +232,11 @@ class WindowMean(WindowAggregation):
 
 
 class WindowAttention(WindowAggregation):
-    """The mean of r neighbouring tokens attends to them (ComprExIT, Table 3, "w/o Coordinated Allocation").
+    """Aggregation in which the mean of r neighbouring tokens attends to them (ComprExIT, Table 3, "w/o Coordinated
+    Allocation").
 
     As in the authors' code one LayerNorm serves both sides: the query is a map of the normed tokens' mean, the keys
     are maps of the normed tokens; a slot is the weighted mean of the tokens themselves.
-
-    Args:
-        hidden_size: width of the tokens.
-        attention_size: width of queries and keys.
     """
 
     def __init__(self, hidden_size: int, attention_size: int):
@@ -360,27 +338,22 @@ class ComprExITModel(CompressorModel):
         """Run the encoder and reduce each token's states across the layers, `(num_chunks, num_tokens, width)`.
 
         In inference it reads a segment of tokens at a time behind a key/value cache, and the states of a segment are
-        gone before the next one is read; it must be causal. Gradients need all tokens at once.
-
-        Args:
-            reduce: takes the embeddings and the states behind each layer (the last one after the final norm), each
-                `(num_chunks, num_segment_tokens, hidden_size)`, and returns `(num_chunks, num_segment_tokens, width)`.
+        gone before the next one is read; it must be causal. Gradients need all tokens at once. `reduce` takes the
+        embeddings and the states behind each layer (the last one after the final norm), each `(num_chunks,
+        num_segment_tokens, hidden_size)`.
         """
         num_tokens = segment_length = chunks.input_ids.shape[1]
         if not (torch.is_grad_enabled() or self.training):
-            segment_length = self._segment_length(chunks.input_ids)
+            num_windows, window_size = self.config.segment_windows, self.config.window_size
+            if chunks.input_ids.device.type != "cpu":
+                num_windows = max(num_windows, _SEGMENT_TOKENS // (len(chunks.input_ids) * window_size))
+            segment_length = num_windows * window_size
         cache = DynamicCache(config=self.encoder_backbone.config) if num_tokens > segment_length else None
         reduced = []
         for start in range(0, num_tokens, segment_length):
             segment = slice(start, min(start + segment_length, num_tokens))
             reduced.append(reduce(self._layer_states(chunks, segment, cache)))
         return torch.cat(reduced, dim=1)
-
-    def _segment_length(self, input_ids: Tensor) -> int:
-        num_windows, window_size = self.config.segment_windows, self.config.window_size
-        if input_ids.device.type != "cpu":
-            num_windows = max(num_windows, _SEGMENT_TOKENS // (len(input_ids) * window_size))
-        return num_windows * window_size
 
     def _layer_states(self, chunks: Chunks, segment: slice, cache: DynamicCache | None) -> Sequence[Tensor]:
         backbone = self.encoder_backbone

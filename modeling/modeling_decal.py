@@ -29,13 +29,7 @@ from .parts.pooling import mean_pool
 
 
 def latent_position_ids(token_counts: Tensor, latent_mask: Tensor, ratio: int | Tensor) -> Tensor:
-    """Return the position of each latent, the integer mean of the positions of its tokens (section 3).
-
-    Args:
-        token_counts: `(batch_size,)`, real tokens of each row, at the positions 0, 1, ....
-        latent_mask: `(batch_size, num_latents)`, left-aligned ones for real latents.
-        ratio: C, an int or a LongTensor `(batch_size,)`.
-    """
+    """Return the position of each latent, the integer mean of the positions of its tokens (section 3)."""
     ratio = ratio[:, None] if isinstance(ratio, Tensor) else ratio
     first = torch.arange(latent_mask.shape[1], device=latent_mask.device) * ratio
     last = torch.minimum(first + ratio, token_counts[:, None]) - 1
@@ -47,12 +41,7 @@ def relative_position_bias(
 ) -> Tensor:
     """Return T5's bidirectional relative bias between tokens at any positions; T5 itself counts them 0, 1, ....
 
-    Args:
-        bias_table: T5's `relative_attention_bias`, `(num_buckets, num_heads)`.
-        position_ids: `(batch_size, length)`.
-
-    Returns:
-        `(batch_size, num_heads, length, length)`; a batch size of 1 if all rows have the same positions.
+    It is `(batch_size, num_heads, length, length)`, with a batch size of 1 if all rows have the same positions.
     """
     if len(position_ids) > 1 and bool((position_ids == position_ids[:1]).all()):
         position_ids = position_ids[:1]
@@ -109,12 +98,8 @@ def mask_bias(bias: Tensor, token_mask: Tensor, causal: bool = False) -> Tensor:
 
 @dataclass
 class EncodedSlots(ModelOutput):
-    """What [`DeCALModel`] returns.
-
-    Args:
-        last_hidden_state: slots `(batch_size, num_slots, hidden_size)`, left-aligned, padding slots zero.
-        attention_mask: `(batch_size, num_slots)`, one for real slots.
-    """
+    """The slots of [`DeCALModel`] `(batch_size, num_slots, hidden_size)`, left-aligned, and their mask; padding slots
+    are zero."""
 
     last_hidden_state: Tensor | None = None
     attention_mask: Tensor | None = None
@@ -335,7 +320,7 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
         Args:
             question_input_ids: `(batch_size or 1, num_question_tokens)`, for `question_placement="encoder"`: the
                 question stands in front of the context and counts in its length, and the memory answers no other one.
-                The decoder's start token in front of it and an EOS behind it are no part of it.
+                The decoder's start token and EOS around it are no part of it.
             question_attention_mask: its mask.
         """
         fingerprints = None

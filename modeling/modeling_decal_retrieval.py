@@ -49,27 +49,19 @@ def chamfer(query_vectors: Tensor, query_mask: Tensor, document_vectors: Tensor,
 
 @dataclass
 class RetrievalVectors(ModelOutput):
-    """What [`DeCALForRetrieval`] returns.
-
-    Args:
-        vectors: `(batch_size, num_slots, hidden_size)`, left-aligned, each of length 1, padding vectors zero.
-        attention_mask: `(batch_size, num_slots)`, one for real vectors.
-    """
+    """The vectors of [`DeCALForRetrieval`] `(batch_size, num_slots, hidden_size)`, left-aligned, each of length 1,
+    padding vectors zero, and their mask `(batch_size, num_slots)`."""
 
     vectors: Tensor | None = None
     attention_mask: Tensor | None = None
 
 
 class DeCALForRetrieval(CompressorHead, DeCALPreTrainedModel):
-    r"""
-    The encoder of a pretrained DeCAL, "the decoder discarded": queries and documents become their slots, compared by
-    Chamfer similarity.
+    """The encoder of a pretrained DeCAL, "the decoder discarded": queries and documents become their slots, compared
+    by Chamfer similarity.
 
     Both sides share the weights and the ratio. The vectors are the slots at length 1, as in ColBERT; the paper names
-    no projection. `from_pretrained` takes any checkpoint of the method, a generating one, too.
-
-    Args:
-        config ([`DeCALConfig`]): the configuration; `compression="none"` is the T5 baseline, a vector for each token.
+    no projection. `from_pretrained` takes any checkpoint of the method. `compression="none"` is the T5 baseline.
     """
 
     model_class = DeCALModel

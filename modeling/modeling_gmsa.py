@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +20,7 @@ from .parts.pooling import mean_pool
 
 
 class LayerSemanticAlignment(nn.Module):
-    """Causal blocks that start as copies of the decoder's first ones.
-
-    Args:
-        decoder_config: configuration of the decoder.
-        num_layers: number of blocks, k_LSA.
-    """
+    """Causal blocks that start as copies of the decoder's first ones, k_LSA of them."""
 
     def __init__(self, decoder_config: PreTrainedConfig, num_layers: int):
         super().__init__()
@@ -51,48 +44,26 @@ class LayerSemanticAlignment(nn.Module):
         for name, parameter in self.blocks.named_parameters():
             parameter.copy_(source[name])
 
-    @torch.no_grad()
-    def start_from(self, decoder: PreTrainedModel) -> None:
-        """`copy_blocks`, the tables that no checkpoint holds, and for blocks that do not train the decoder's type."""
-        self.copy_blocks(decoder)
-        for path, module in self.blocks.named_modules():
-            for name in module._buffers:
-                module._buffers[name] = decoder.get_submodule(path)._buffers[name].clone()
-        for parameter in self.blocks.parameters():
-            if not parameter.requires_grad:
-                parameter.data = parameter.data.to(decoder.dtype)
-
     def forward(self, slots: Tensor, decoder_type: torch.dtype) -> Tensor:
-        """Align slots, each row by itself and from position 0 on.
+        """Align slots, each row by itself and from position 0 on, `(batch_size, num_slots, hidden_size)` in the
+        blocks' type.
 
-        Args:
-            slots: `(batch_size, num_slots, hidden_size)`, every row's own slots first: later ones are not seen, so
-                that padding slots need no mask.
-            decoder_type: the decoder's, in which flash attention runs where the blocks are held in float32 to train.
-
-        Returns:
-            `(batch_size, num_slots, hidden_size)`, in the blocks' type.
+        Every row's own slots come first: later ones are not seen, so that padding slots need no mask. In
+        `decoder_type` flash attention runs where the blocks are held in float32 to train.
         """
-        batch_size, num_slots, _ = slots.shape
+        (batch_size, num_slots, _), device = slots.shape, slots.device
         weight_type = next(weights_of(self.blocks)).dtype
-        with in_base_precision(self.blocks, self._attention_precision(weight_type, decoder_type, slots.device.type)):
+        # Flash attention has kernels for half types alone.
+        is_flash = "flash" in str(self.blocks.config._attn_implementation) and weight_type == torch.float32
+        needs_half = is_flash and decoder_type != torch.float32 and not torch.is_autocast_enabled(device.type)
+        with torch.autocast(device.type, decoder_type) if needs_half else in_base_precision(self.blocks):
             return self.blocks(
                 inputs_embeds=slots.to(weight_type),
                 # Explicit: without a mask, some attention implementations look for several sequences in a row.
-                attention_mask=torch.ones(batch_size, num_slots, dtype=torch.long, device=slots.device),
-                position_ids=torch.arange(num_slots, device=slots.device).expand(batch_size, -1),
+                attention_mask=torch.ones(batch_size, num_slots, dtype=torch.long, device=device),
+                position_ids=torch.arange(num_slots, device=device).expand(batch_size, -1),
                 use_cache=False,
             ).last_hidden_state
-
-    def _attention_precision(
-        self, weight_type: torch.dtype, decoder_type: torch.dtype, device_type: str
-    ) -> AbstractContextManager[Any]:
-        # Flash attention has kernels for half types alone.
-        is_flash = "flash" in str(self.blocks.config._attn_implementation)
-        needs_half = is_flash and weight_type == torch.float32 != decoder_type
-        if not needs_half or torch.is_autocast_enabled(device_type):
-            return nullcontext()
-        return torch.autocast(device_type, dtype=decoder_type)
 
 
 class GMSAModel(CompressorModel):
@@ -131,8 +102,17 @@ class GMSAModel(CompressorModel):
             super()._init_weights(module)
 
     def start_from_base(self) -> None:
-        if self.layer_semantic_alignment is not None:
-            self.layer_semantic_alignment.start_from(self.language_model)
+        alignment, decoder = self.layer_semantic_alignment, self.language_model
+        if alignment is None:
+            return
+        alignment.copy_blocks(decoder)
+        # The tables that no checkpoint holds; and blocks that do not train have the decoder's type.
+        for path, module in alignment.blocks.named_modules():
+            for name in module._buffers:
+                module._buffers[name] = decoder.get_submodule(path)._buffers[name].clone()
+        for parameter in alignment.blocks.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(decoder.dtype)
 
     def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Tensor]:
         # Equation 2: H = Encoder_k(X).
@@ -143,7 +123,7 @@ class GMSAModel(CompressorModel):
         return [self.align(summary).to(self.dtype) for summary in merged]
 
     def align(self, summary: Tensor) -> Tensor:
-        """Slots of merged states, `(num_chunks, num_slots, hidden_size)`."""
+        """Return slots of merged states, `(num_chunks, num_slots, hidden_size)`."""
         if self.width_map is not None:
             summary = self.width_map(summary)
         if self.layer_semantic_alignment is None:

@@ -60,7 +60,7 @@ def image_span(is_image: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _StartsFromVisionToo:
-    """What backbone and head have in common."""
+    """The common part of backbone and head."""
 
     base_auto_class: Any = LanguageOrVisionLanguageModel
     # Checkpoints are then always whole: light ones name a language model, and no vision-language model.
@@ -139,7 +139,8 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
         return (chunks.input_ids == self._image_token_id) & chunks.attention_mask.bool()
 
     def context_embeddings(self, chunks: Chunks, **images: Any) -> Tensor:
-        """What is read of a context, `(num_chunks, num_tokens, hidden_size)`; `images` as `compress` takes them."""
+        """Return the embeddings of a context, `(num_chunks, num_tokens, hidden_size)`; `images` as `compress` takes
+        them."""
         embeddings = self.get_input_embeddings()(chunks.input_ids)
         if self.image_model is None:
             return embeddings

@@ -55,7 +55,7 @@ class XRAGModel(CompressorModel):
     needs_encoder_tokenizer = True
 
     def take_from_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """What a retriever's tokenizer puts around a text belongs around each passage, and around no context."""
+        """Put the tokens that a retriever's tokenizer has around a text around each passage, and around no context."""
         config = self.config
         if not (config.passage_start_ids or config.passage_end_ids):
             config.passage_start_ids = context_start_ids(tokenizer)
@@ -78,11 +78,7 @@ class XRAGModel(CompressorModel):
         return slots.index_put((rows, columns), self.slot_mlp(embeddings).to(self.dtype))
 
     def passages(self, chunks: Chunks, ratio: int | Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Every passage as the encoder reads it, a row each, right-padded: ids and mask.
-
-        Args:
-            ratio: tokens of a passage, an int or a LongTensor `(num_chunks,)`.
-        """
+        """Return every passage as the encoder reads it, a row each, right-padded: ids and mask."""
         config, ids = self.config, chunks.input_ids
         rows, columns = _places(counts, ids.device)
         every = ratio.tolist() if isinstance(ratio, Tensor) else [ratio]
@@ -107,12 +103,8 @@ class XRAGModel(CompressorModel):
         return read.masked_fill(~mask, pad), mask.long()
 
     def embed(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """E(D): embeddings `(num_passages, encoder_hidden_size)` of right-padded passages.
-
-        Args:
-            input_ids: `(num_passages, num_tokens)`, with what stands around each passage.
-            attention_mask: same shape.
-        """
+        """Return E(D), embeddings `(num_passages, encoder_hidden_size)` of right-padded passages with their
+        surrounding tokens."""
         # Checkpointed layers would follow gradients to where there is nothing to train.
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._encoder_trains):
             # No passage is empty, and a retriever makes a mask of its own kind.

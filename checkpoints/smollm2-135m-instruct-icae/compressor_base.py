@@ -72,7 +72,7 @@ from .configuration_icae import (
 # checkpoint/gguf_files.py
 
 def gguf_arguments(gguf_file: str | None) -> dict[str, Any]:
-    """What `from_pretrained` of a model takes, so that a GGUF file's weights are dequantised; nothing for `None`."""
+    """Return arguments of a model's `from_pretrained` that dequantise a GGUF file's weights; none for `None`."""
     if gguf_file is None:
         return {}
     # Libraries without this class know no other way than to dequantise.
@@ -147,7 +147,7 @@ PASSES = "_context_compressor_passes"
 
 
 class Passes(threading.local):
-    """Which adapters, or maps in place of the base's, are active in this thread's pass; `None` where it makes none."""
+    """The adapters, or maps in place of the base's, of this thread's pass; `None` where it makes none."""
 
     def __init__(self) -> None:
         # In each thread that looks.
@@ -190,16 +190,13 @@ class AdaptedByPass:
         names = self.active_adapters if adapter_names is None else adapter_names
         super().merge(safe_merge, [name for name in names if name not in OWN_ADAPTERS])  # type: ignore[misc]
 
-    def merge_own(self, names: list[str]) -> None:
-        super().merge(safe_merge=True, adapter_names=names)  # type: ignore[misc]
-
     def enable_adapters(self, enabled: bool) -> None:
         if not enabled and self.merged:
             self.unmerge()
         super().enable_adapters(enabled)  # type: ignore[misc]
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: Any) -> Any:
-        """What PEFT puts in this layer's place when it takes its adapters out: the layer with this project's own."""
+        """Return the layer with this project's own adapters, in whose place PEFT would put the bare map."""
         if merge:
             self.merge(safe_merge, adapter_names)
         foreign = [name for name in self.lora_A if name not in OWN_ADAPTERS]
@@ -317,8 +314,7 @@ def activated(passes: Passes, names: Any) -> Iterator[None]:
 
 
 def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[None]:
-    """Make `name`, and one that is shared, the only active adapters of this project inside `model`, in this thread
-    and a `with` block."""
+    """Activate `name`, and a shared adapter, alone of this project's in `model`, in this thread and a `with` block."""
     found: Any = getattr(model, PASSES, None)
     if found is None:
         return nullcontext()
@@ -364,7 +360,7 @@ def merge_lora(model: nn.Module, name: str) -> None:
     """Add the adapter `name`, and one that is shared, to the weights it sits on, and take all LoRA layers out."""
     for path, layer in [(path, module) for path, module in model.named_modules() if hasattr(module, "lora_A")]:
         if names := [own for own in (name, SHARED) if own in layer.lora_A]:
-            layer.merge_own(names)
+            layer.adapted_class.merge(layer, safe_merge=True, adapter_names=names)
         parent, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(parent), attribute, layer.get_base_layer())
     if hasattr(model, PASSES):
@@ -422,12 +418,13 @@ def start_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def context_start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What `tokenizer(document)` puts in front of a document: BOS for most tokenizers, nothing for some."""
+    """Return the tokens that `tokenizer(document)` puts in front of a document: BOS for most tokenizers."""
     return _around_text(tokenizer)[0]
 
 
 def context_end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What `tokenizer(document)` puts behind a document: EOS for T5's tokenizers, nothing for most others."""
+    """Return the tokens that `tokenizer(document)` puts behind a document: EOS for T5's tokenizers, none for most
+    others."""
     return _around_text(tokenizer)[1]
 
 
@@ -496,26 +493,11 @@ def length_batches(
     batch_tokens: int | None = None,
     most_padding: float = math.inf,
     counts: Sequence[int] | None = None,
+    in_order: bool = False,
 ) -> list[list[int]]:
-    """Cut rows into batches by length, the longest first: what does not fit is found at once."""
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    batches = _cut(order, lengths, batch_size, batch_tokens, most_padding, counts)
-    return [sorted(batch) for batch in batches]
-
-
-def batches_in_order(lengths: Sequence[int], batch_size: int, most_padding: float) -> list[list[int]]:
-    """Cut rows into batches of neighbours; arguments as of `length_batches`."""
-    return _cut(range(len(lengths)), lengths, batch_size, None, most_padding)
-
-
-def _cut(
-    order: Iterable[int],
-    lengths: Sequence[int],
-    batch_size: int | None,
-    batch_tokens: int | None,
-    most_padding: float,
-    counts: Sequence[int] | None = None,
-) -> list[list[int]]:
+    """Cut rows into batches by length, the longest first, and return the rows of each: what does not fit is found at
+    once."""
+    order = range(len(lengths)) if in_order else sorted(range(len(lengths)), key=lambda row: -lengths[row])
     batches: list[list[int]] = []
     size = longest = total = 0
     for row in order:
@@ -529,7 +511,7 @@ def _cut(
                 continue
         batches.append([row])
         size, longest, total = count, lengths[row], count * lengths[row]
-    return batches
+    return [sorted(batch) for batch in batches]
 
 
 # parts/base_precision.py
@@ -548,20 +530,21 @@ def note_trained_weights(backbone: nn.Module) -> None:
     backbone.__dict__[_WEIGHTS] = (found[True], found[False]) if len(found) == 2 else None
 
 
-def in_base_precision(backbone: nn.Module, within: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """`within`, and autocasting to the type of the backbone's frozen weights if those that train have another."""
+def in_base_precision(backbone: nn.Module) -> AbstractContextManager[Any]:
+    """Autocast to the type of the backbone's frozen weights inside this block, if those that train have another."""
     weights = backbone.__dict__.get(_WEIGHTS)
     if weights is None:
-        return within
+        return nullcontext()
     trained, frozen = (getattr(module, name) for module, name in weights)
     if trained.dtype == frozen.dtype or torch.is_autocast_enabled(frozen.device.type):
-        return within
+        return nullcontext()
     # Autocast's cache of cast weights is one for all threads: one made without gradients would serve a training step.
-    return _both(within, torch.autocast(frozen.device.type, dtype=frozen.dtype, cache_enabled=False))
+    return torch.autocast(frozen.device.type, dtype=frozen.dtype, cache_enabled=False)
 
 
 def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
-    """Hidden states in the type of an LM head's weight, which may train or be frozen apart from the backbone."""
+    """Return hidden states in the type of an LM head's weight, which may train or be frozen apart from the
+    backbone."""
     weight: Any = getattr(head, "weight", None)
     # A quantized map sees to it by itself.
     is_plain = weight is not None and weight.is_floating_point() and weight.dtype.itemsize > 1
@@ -569,15 +552,9 @@ def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
 
 
 def head_logits(head: nn.Module, states: Tensor) -> Tensor:
-    """Logits `(..., vocab_size)` of hidden states."""
+    """Return logits `(..., vocab_size)` of hidden states `(..., hidden_size)`."""
     logits = head(as_head_takes(head, states.reshape(-1, states.shape[-1])))
     return logits.view(*states.shape[:-1], logits.shape[-1])
-
-
-@contextmanager
-def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
-    with first, second:
-        yield
 
 
 # parts/cache_name.py
@@ -635,7 +612,8 @@ class PackedSequence:
 
 
 def take_places(states: Tensor, places: Tensor, dim: int = 1) -> Tensor:
-    """Whole vectors from some places of each row; like `take_along_dim`, and several times as fast."""
+    """Return whole vectors of some places `(batch_size, num_taken)` in dimension `dim`, faster than
+    `take_along_dim`."""
     shape, sizes = [1] * states.dim(), list(states.shape)
     shape[0], shape[dim] = places.shape
     sizes[dim] = places.shape[1]
@@ -683,7 +661,8 @@ def reads_falling_ids_as_packed(config: Any, batch_size: int) -> bool:
 
 
 def through_first(input_ids: Tensor, text_mask: Tensor, pattern: Sequence[int]) -> Tensor:
-    """Which text tokens stand up to the end of the first occurrence of some token ids in their row."""
+    """Mark the text tokens up to the end of the first occurrence of the ids `pattern`, `(batch_size, num_text_tokens)`
+    bool."""
     if input_ids.shape[1] < len(pattern):
         return torch.zeros_like(input_ids, dtype=torch.bool)
     # A pad may have the id of a token that is looked for.
@@ -750,7 +729,7 @@ def num_blocks(width: int) -> int:
 
 
 def quantize_tensor(tensor: Tensor, mask: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """A carrier tensor as integers and scales, without gradients; zeros at padding slots."""
+    """Return a carrier tensor as integers and scales, without gradients; zeros at padding slots."""
     per_item, half, width = values_per_item(bits), 1 << (bits - 1), tensor.shape[-1]
     if width % per_item:
         raise ValueError(f"{bits} bits keep {per_item} values in each integer, which {width} values do not fill")
@@ -775,7 +754,7 @@ def quantize_tensor(tensor: Tensor, mask: Tensor, bits: int) -> tuple[Tensor, Te
 
 
 def dequantize_tensor(items: Tensor, scales: Tensor) -> Tensor:
-    """The float32 values that `quantize_tensor` stands for."""
+    """Return the float32 values that the items and scales of `quantize_tensor` stand for."""
     bits = _BITS[items.dtype]
     codes = items.to(torch.int32)[..., None] >> _shifts(bits, items.device) & (1 << bits) - 1
     levels = codes.flatten(-2).float() - ((1 << (bits - 1)) - 0.5)
@@ -1021,7 +1000,7 @@ _SOURCE = {"cache_dir", "token", "local_files_only", "subfolder", "revision"}
 
 
 def adapter_and_model(name: str | os.PathLike, keywords: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """Where an adapter is, if `name` is one, the compressor that it is for, and arguments for fetching the adapter."""
+    """Return the place of an adapter, if `name` is one, its compressor, and arguments for fetching the adapter."""
     fetching = keywords.pop("adapter_kwargs", None) or {field: keywords[field] for field in _SOURCE & set(keywords)}
     adapter, model, fetching = maybe_load_adapters(name, keywords, **fetching)
     if adapter is not None and fetching.get("revision") == keywords.get("revision"):
@@ -1224,7 +1203,7 @@ def seeing_mask(
     inputs_embeds: Tensor | None = None,
     **inputs: Any,
 ) -> Any:
-    """The mask of a pass as the backbone would make it, with queries that see nothing seeing something."""
+    """Return the mask of a pass as the backbone would make it, with queries that see nothing seeing something."""
     config, cache = backbone.config, inputs.get(CACHE)
     states: Any = input_ids if inputs_embeds is None else inputs_embeds
     implementation = config._attn_implementation
@@ -1265,7 +1244,7 @@ def with_sight(mask: Any, offset: int | Tensor = 0) -> Any:
 
 
 def mask_for(config: Any, visible: Tensor, near: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-    """Who sees whom, in the form that a backbone takes."""
+    """Return a mask `(num_rows, num_places, num_places)` of visible places in the form that a backbone takes."""
     full, near = (_attention_bias(mask, config, dtype) for mask in (visible, near))
     if getattr(config, "layer_types", None):
         return {"full_attention": full, "sliding_attention": near}
@@ -1321,7 +1300,7 @@ def mean_pool(
 
 
 def window_sizes(num_tokens: Tensor, ratio: int | Tensor, num_slots: int) -> Tensor:
-    """Tokens in each slot's window, |S_k| of equation 3."""
+    """Return the tokens in each slot's window, |S_k| of equation 3, `(batch_size, num_slots)`; 1 for padding slots."""
     ratio = ratio if isinstance(ratio, int) else ratio[:, None]
     slot_index = torch.arange(num_slots, device=num_tokens.device)
     return (num_tokens[:, None] - slot_index * ratio).clamp(min=1).clamp(max=ratio)
@@ -1436,7 +1415,7 @@ def own_name(name: str) -> str:
 
 
 def base_name(name: str) -> tuple[str, str] | None:
-    """Where a compressor's weight comes from: the base and the weight's name there; `None` for the method's own."""
+    """Return a weight's base and its name there; `None` for the method's own."""
     name = own_name(name)
     if name == _HEAD:
         return DECODER_BASE, name
@@ -1484,7 +1463,7 @@ def _checksums(tensor: Tensor) -> dict[torch.dtype, str]:
 
 
 class BaseRecord:
-    """What a model in memory knows of its bases."""
+    """A record of a model's bases in memory."""
 
     def __init__(self, entries: Mapping[str, dict[str, str | None]], tensors: Iterable[tuple[str, Tensor]]):
         self.entries = {base: dict(entry) for base, entry in entries.items()}
@@ -1682,20 +1661,14 @@ def passages_ids(
     """Return the token ids of each document's passages, each as a document of its own; a text is one passage."""
     passages = [[document] if isinstance(document, str) else list(document) for document in documents]
     # Tokenized apart, as in training.
-    start = _document_start(config, tokenizer)
+    start = document_start(config, tokenizer)
     end = context_end_ids(tokenizer) if config.is_encoder_decoder else []
     rows = iter(encode_all(tokenizer, [passage for document in passages for passage in document], most))
     return [[[*start, *next(rows), *end] for _ in document] for document in passages]
 
 
-def check_max_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None) -> None:
-    """Raise a `ValueError` for a limit that leaves nothing of a document behind what opens it, such as BOS."""
-    least = len(_document_start(config, tokenizer))
-    if max_tokens is not None and max_tokens <= least:
-        raise ValueError(f"`max_tokens` must be above {least}, the tokens that open a document, got {max_tokens}")
-
-
-def _document_start(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def document_start(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids that open every document: BOS or the like, and the configuration's `context_prefix`."""
     return context_opening(config, tokenizer) + prefix_ids(tokenizer, config.context_prefix)
 
 
@@ -1814,7 +1787,15 @@ def coarser_memory(memory: Any, ratio: int) -> Any:
     is_nested = memory.coarsest_ratios is not None and not isinstance(memory.ratio, int)
     if not is_nested and bool((torch.as_tensor(memory.ratio) == ratio).all()):
         return memory
-    _check_coarser_ratio(memory, ratio)
+    finest = int(torch.as_tensor(memory.ratio).max()) if len(memory) else 1
+    if memory.coarsest_ratios is None:
+        raise ValueError(
+            f"`ratio` must be {torch.as_tensor(memory.ratio).tolist()}, the memory's own, got {ratio}: what a "
+            "coarser one keeps is known of memories of ranked key/values, and of KVzip with shared budgets; compress "
+            "the context at that ratio"
+        )
+    if not finest <= ratio <= _MOST_RATIO:
+        raise ValueError(f"`ratio` must be from {finest}, the memory's own, to {_MOST_RATIO}, got {ratio}")
     # Slots of one chunk have one position.
     places = memory.position_ids
     chunks = (places.diff(dim=1, prepend=places[:, :1]) != 0).cumsum(dim=1)
@@ -1839,20 +1820,8 @@ def coarser_memory(memory: Any, ratio: int) -> Any:
     )
 
 
-def _check_coarser_ratio(memory: Any, ratio: int) -> None:
-    finest = int(torch.as_tensor(memory.ratio).max()) if len(memory) else 1
-    if memory.coarsest_ratios is None:
-        raise ValueError(
-            f"`ratio` must be {torch.as_tensor(memory.ratio).tolist()}, the memory's own, got {ratio}: what a "
-            "coarser one keeps is known of memories of ranked key/values, and of KVzip with shared budgets; compress "
-            "the context at that ratio"
-        )
-    if not finest <= ratio <= _MOST_RATIO:
-        raise ValueError(f"`ratio` must be from {finest}, the memory's own, to {_MOST_RATIO}, got {ratio}")
-
-
 def _chosen(is_kept: Tensor, chunks: Tensor, is_real: Tensor) -> Tensor:
-    """Which pair stands in each place of a memory: chunk by chunk, there head by head."""
+    """Return the pair that stands in each place of a memory: chunk by chunk, there head by head."""
     _, num_heads, num_places = is_kept.shape
     # What is dropped stands behind all.
     chunks = chunks[:, None].where(is_kept, num_places).flatten(1)
@@ -1940,7 +1909,8 @@ def fields_of_file(tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict
 
 
 def write_memory_file(path: str | os.PathLike, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write tensors and metadata to a safetensors file at once or not at all."""
+    """Write tensors and metadata to a safetensors file at once or not at all; `ValueError` for a path that is no
+    file."""
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -1981,7 +1951,7 @@ def _in_order(header_bytes: bytes) -> bytes:
 
 
 def read_memory_file(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a file of `write_memory_file` after checking every byte of it."""
+    """Read tensors and metadata of a file of `write_memory_file` after checking every byte of it."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -2062,7 +2032,7 @@ def is_memory(value: Any) -> bool:
 
 
 def check_memory_fields(memory: Any, finite: bool = False) -> None:
-    """Check types, shapes and values of a memory's fields."""
+    """Check types, shapes and values of the fields of a `CompressedContext`; see its `validate`."""
     if (memory.embeddings is None) == (memory.key_values is None):
         raise ValueError("a CompressedContext holds either embeddings or key_values, exactly one of them")
     tensors, scales = _checked_carrier(memory), scale_tensors(memory)
@@ -2185,7 +2155,8 @@ def _spread_ids(
 
 
 def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: str, width: int) -> Tensor:
-    """Return the position ids of many chunks' memory tokens in the encoder (EPL, Tables 1 and 12)."""
+    """Return the position ids of many chunks' memory tokens in the encoder, `(num_chunks, width)` (EPL, Tables 1 and
+    12)."""
     steps = torch.arange(width, device=counts.device)
     lengths, counts, starts = lengths[:, None], counts[:, None], starts[:, None]
     spread_ids = _spread_ids(starts + 1, lengths, counts.clamp(min=1), steps)
@@ -2198,7 +2169,8 @@ def rotate_keys(keys: Tensor, offsets: Tensor, inverse_frequencies: Tensor) -> T
 
 
 def rotation(offsets: Tensor, inverse_frequencies: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of `rotate_keys`, which serve the keys of all layers."""
+    """Return the cosines and sines of `rotate_keys`, each `(batch_size, 1, 1 or num_slots, head_dim)`, for keys of all
+    layers."""
     # A float32 angle of a far position is off by more than float32 keys are; the host has float64 everywhere.
     angles = offsets.reshape(len(offsets), 1, -1, 1).cpu().double() * inverse_frequencies.cpu().double()
     angles = torch.cat([angles, angles], dim=-1)
@@ -2490,7 +2462,10 @@ def concatenate_memories(given: Iterable[Memory]) -> Memory:
     first = memories[0]
     if len(memories) == 1:
         return first
-    mask, order = _packing_order([memory.attention_mask for memory in memories])
+    joined = torch.cat([memory.attention_mask for memory in memories], dim=1)
+    num_slots = int(joined.sum(dim=1).max()) if joined.numel() else 0
+    order = joined.argsort(dim=1, descending=True, stable=True)[:, :num_slots]
+    mask = joined.gather(1, order)
     context_counts = torch.stack([memory.num_context_tokens for memory in memories])
     offsets = context_counts.cumsum(dim=0) - context_counts
     is_moved = first.position_layout == "enhanced" or (
@@ -2570,7 +2545,7 @@ def _listed(how: str, memories: Any) -> list[Memory]:
 
 
 def _in_one_form(memories: Sequence[Memory], keeps_keys: bool) -> Sequence[Memory]:
-    """Memories that are joined without rounding anything again: dequantised where their forms differ."""
+    """Return memories that are joined without rounding anything again: dequantised where their forms differ."""
     dtypes = dict.fromkeys(memory.dtype for memory in memories)
     quantized = [dtype for dtype in dtypes if quantization_of(dtype)]
     if (
@@ -2616,14 +2591,6 @@ def _check_fit(how: str, memories: Sequence[Memory]) -> None:
 def _questions(memory: Memory) -> list[int] | None:
     fingerprints = memory.question_fingerprints
     return None if fingerprints is None else fingerprints.tolist()
-
-
-def _packing_order(masks: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The packed mask `(batch_size, num_slots)`, and where each of its slots stands in the joined rows."""
-    joined = torch.cat(masks, dim=1)
-    length = int(joined.sum(dim=1).max()) if joined.numel() else 0
-    order = joined.argsort(dim=1, descending=True, stable=True)[:, :length]
-    return joined.gather(1, order), order
 
 
 def _packed(slots: Tensor, order: Tensor, mask: Tensor, slot_dim: int) -> Tensor:
@@ -2730,17 +2697,17 @@ class CompressedContext:
         return self.rows(index)
 
     def validate(self, finite: bool = False) -> None:
-        """Check types, shapes and values of all fields."""
+        """Check types, shapes and values of all fields: `TypeError` and `ValueError` name the wrong one."""
         check_memory_fields(self, finite)
 
     @property
     def carrier(self) -> str:
-        """What carries the memory, "embeddings" or "key_values"."""
+        """The memory's form, "embeddings" or "key_values"."""
         return "embeddings" if self.key_values is None else "key_values"
 
     @property
     def carrier_name(self) -> str:
-        """What carries the memory and how wide it is, in words."""
+        """The memory's form and width in words."""
         if self.embeddings is not None:
             return f"embeddings of width {width_of(self.embeddings)}"
         layers = self.key_values or ()
@@ -2758,13 +2725,13 @@ class CompressedContext:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The tensors' device."""
         return self.attention_mask.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the embeddings, or of the values: floating-point, or an integer type of a quantised memory."""
-        return carrier_tensors(self)[-1].dtype
+        return (self.key_values[-1][1] if self.embeddings is None else self.embeddings).dtype  # type: ignore[index]
 
     @property
     def quantization(self) -> str | None:
@@ -2778,7 +2745,7 @@ class CompressedContext:
         return num_bytes(self)
 
     def quantize(self, quantization: str) -> CompressedContext:
-        """The memory in 8, 4 or 2 bits for each value, for keeping: models read it as any other."""
+        """Return the memory in 8, 4 or 2 bits for each value, for keeping: models read it as any other."""
         check_choice("quantization", quantization, tuple(QUANTIZATIONS))
         if self.quantization == quantization:
             return self
@@ -2790,7 +2757,7 @@ class CompressedContext:
         return replace(self, check=False, **quantized_fields(self, quantization))
 
     def dequantize(self, dtype: torch.dtype | str = torch.float32) -> CompressedContext:
-        """The memory in a floating-point type; of one that is not quantised the same as `to(dtype=dtype)`."""
+        """Return the memory in a floating-point type; the same as `to(dtype=dtype)`."""
         return self.to(dtype=dtype)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -2834,7 +2801,8 @@ class CompressedContext:
     def to(
         self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | str | None = None
     ) -> CompressedContext:
-        """The memory on another device or in another floating-point type; masks, ids and frequencies keep theirs."""
+        """Return the memory on another device or in another floating-point type; tensors that need no change are
+        shared."""
         if isinstance(device, torch.dtype):
             device, dtype = None, device
         if isinstance(dtype, str):
@@ -2854,7 +2822,8 @@ class CompressedContext:
         return self._replace(fields, lambda tensor: tensor.to(device=device))
 
     def rows(self, index: int | slice | Sequence[int] | Tensor) -> CompressedContext:
-        """Some of the rows, without the padding slots that none of them needs."""
+        """Return some of the rows, without the padding slots that none of them needs; `IndexError` for one outside the
+        batch."""
         if isinstance(index, slice):
             index = range(self.batch_size)[index]
         index = torch.as_tensor(index).cpu()
@@ -2865,22 +2834,24 @@ class CompressedContext:
         return self._replace(fields, lambda tensor: tensor[index] if tensor.dim() == 1 else tensor[index, :length])
 
     def repeat_interleave(self, repeats: int) -> CompressedContext:
-        """Each row `repeats` times in a row, as beams and several samples of one question need it."""
+        """Return a memory with each row `repeats` times in a row, as beams and several samples of one question need
+        it."""
         fields = map_carrier(self, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
         return self._replace(fields, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def at_ratio(self, ratio: int) -> CompressedContext:
-        """The memory of the same contexts at a coarser ratio, as `compress` would have made it, without a model."""
+        """Return the memory of the same contexts at a coarser ratio, as `compress` would have made it, without a
+        model."""
         return coarser_memory(self, ratio)
 
     @staticmethod
     def concatenate(memories: Iterable[CompressedContext]) -> CompressedContext:
-        """Memories of several documents as one memory, in order, row beside row (EPL, sections 3.1.1 and 3.2.2)."""
+        """Join memories of several documents into one, in order, row beside row (EPL, sections 3.1.1 and 3.2.2)."""
         return concatenate_memories(memories)
 
     @staticmethod
     def stack(memories: Iterable[CompressedContext]) -> CompressedContext:
-        """The rows of several memories as one batch, in order, each with its own slots."""
+        """Return the rows of several memories as one batch, in order, each with its own slots."""
         return stack_memories(memories)
 
     def served_slots(self) -> Tensor:
@@ -3401,7 +3372,7 @@ def key_value_shape(config: Any) -> tuple[int, int, int]:
 
 
 def position_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes that keys and values of one position take in a language model's cache, over all layers and heads."""
+    """Return the bytes of one position's keys and values in a language model's cache, over all layers and heads."""
     layers, heads, head_dim = key_value_shape(config)
     return 2 * layers * heads * head_dim * dtype.itemsize
 
@@ -3424,7 +3395,7 @@ def sliding_window(config: Any) -> int | None:
 
 
 def check_sliding_window(config: Any, num_slots: int, num_text_tokens: int) -> None:
-    """Slots and text must fit into a sliding window: keys and values stand in front of the text at every layer."""
+    """Raise `ValueError` unless slots of keys and values and the text behind them fit into a sliding window."""
     window = sliding_window(config)
     if window is not None and num_slots + num_text_tokens > window:
         raise ValueError(
@@ -3878,21 +3849,15 @@ class ContextCompressionQAPipeline(Pipeline):
 
     def check_max_tokens(self, max_tokens: int | None) -> None:
         """Raise `ValueError` if a limit leaves nothing of a document behind what opens it, such as BOS."""
-        check_max_tokens(self.model.config, self._document_tokenizer, max_tokens)
+        if max_tokens is None:
+            return
+        least = len(document_start(self.model.config, self._document_tokenizer))
+        if max_tokens <= least:
+            raise ValueError(f"`max_tokens` must be above {least}, the tokens that open a document, got {max_tokens}")
 
     def document_ids(self, documents: str | Sequence[str | Sequence[str]], most: int | None = None) -> list[list[int]]:
         """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
         return [[token for passage in row for token in passage] for row in self._passages(documents, most)]
-
-    def full_text_ids(
-        self, documents: Sequence[str | Sequence[str]], max_tokens: int | None = None
-    ) -> list[list[int]]:
-        """Token ids of documents as the decoder reads them in front of a question, without a memory."""
-        config = self.model.config
-        if config.is_encoder_decoder:
-            raise ValueError(f"the decoder of a {type(self.model).__name__} reads no documents, only memories")
-        _check_documents(documents)
-        return [decoder_document_ids(config, self._question_tokenizer, text, max_tokens) for text in documents]
 
     def _passages(self, documents: Any, most: int | None = None) -> list[list[list[int]]]:
         """Token ids of each document's passages."""
@@ -3956,7 +3921,11 @@ class ContextCompressionQAPipeline(Pipeline):
         if full_text:
             if name == "memory":
                 raise ValueError("`full_text` reads a document's own tokens: give `context` in place of a memory")
-            rows = self.full_text_ids(sources, max_tokens)
+            if self.model.config.is_encoder_decoder:
+                raise ValueError(f"the decoder of a {type(self.model).__name__} reads no documents, only memories")
+            _check_documents(sources)
+            given = (self.model.config, self._question_tokenizer)
+            rows = [decoder_document_ids(*given, text, max_tokens) for text in sources]
             rows = [[token for row in rows for token in row]] if join is True else rows
         texts = [self._texts(inputs["question"], inputs["messages"], prompt, row) for row in rows]
         compresses, (question_ids, asks_one) = name == "context" and not full_text, texts[0]
@@ -4020,7 +3989,9 @@ class ContextCompressionQAPipeline(Pipeline):
                 asked: Any = questions
                 if may_be_asked_again:
                     memory, asked = self.read_slots.read(memory, questions)
-                own = partial(lambda memory, rows, _: memory.rows(rows), memory)
+                own = partial(
+                    lambda memory, rows, _: memory if len(memory) == 1 == len(rows) else memory.rows(rows), memory
+                )
                 answers += self._answers(range(len(memory)), asked, batch_size, own, generate_kwargs)
         if join == LIKELIEST:
             answers = [[max(of_question, key=lambda answer: answer[1]) for of_question in zip(*answers, strict=True)]]
@@ -4049,7 +4020,8 @@ class ContextCompressionQAPipeline(Pipeline):
         """The memories that are asked: those given, or of the documents in batches; a single one if all are joined."""
         memories, documents, batch_size = (inputs[name] for name in ("memories", "document_ids", "batch_size"))
         if memories is None:
-            batches = batches_in_order([sum(map(len, row)) for row in documents], batch_size, _MOST_PADDING)
+            lengths = [sum(map(len, row)) for row in documents]
+            batches = length_batches(lengths, batch_size, most_padding=_MOST_PADDING, in_order=True)
             memories = (
                 self.compress_ids([documents[row] for row in batch], ratio, allow_untrained_ratio) for batch in batches
             )
@@ -4498,7 +4470,7 @@ class CompressorModel(CompressorBackbone):
         return []
 
     def encoder_states(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Last hidden states `(num_chunks, num_tokens, hidden_size)`; arguments as `encoder_outputs`."""
+        """Return last hidden states `(num_chunks, num_tokens, hidden_size)`; arguments as `encoder_outputs`."""
         return self.encoder_outputs(*args, **kwargs).last_hidden_state
 
     def encoder_outputs(
@@ -4510,7 +4482,7 @@ class CompressorModel(CompressorBackbone):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """One pass of the encoder with its adapter."""
+        """Run the encoder once with its adapter."""
         inputs: dict[str, Any]
         inputs = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         if cache is not None:
@@ -4546,8 +4518,10 @@ class CompressorModel(CompressorBackbone):
 
     # --- adapters ---
 
-    def _adapter(self, backbone: PreTrainedModel, name: str) -> AbstractContextManager[None]:
-        return in_base_precision(backbone, use_adapter(backbone, None if self._base_alone.names else name))
+    @contextmanager
+    def _adapter(self, backbone: PreTrainedModel, name: str) -> Iterator[None]:
+        with use_adapter(backbone, None if self._base_alone.names else name), in_base_precision(backbone):
+            yield
 
     def base_language_model(self) -> AbstractContextManager[None]:
         """Inside this block the adapters are off: without a context, `forward` is the untouched base model's."""
@@ -4578,8 +4552,7 @@ class CompressorModel(CompressorBackbone):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        r"""
-        Read slots and text."""
+        """Read slots and text."""
         check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
         check_keywords(kwargs)
         if input_ids is None or kwargs.pop("inputs_embeds", None) is not None:
@@ -4681,7 +4654,7 @@ class CompressorModel(CompressorBackbone):
         is_full: bool = False,
         longest: int | None = None,
     ) -> tuple[dict[str, Any], PackedSequence | None]:
-        """Slots and text as one sequence for the language model; text alone where the cache holds the slots."""
+        """Return slots and text as one sequence for the language model; text alone where the cache holds the slots."""
         config, input_ids, text_mask = self.config, text.input_ids, text.attention_mask
         positions = text_positions(text_mask) if position_ids is None else position_ids.expand_as(input_ids)
         embeddings = self._embed_text(input_ids)
@@ -4726,7 +4699,7 @@ class CompressorModel(CompressorBackbone):
         offset: Tensor | None,
         cache: Cache,
     ) -> dict[str, Any]:
-        """Text that follows what is in the cache, slots and the text so far; arguments as of `forward`."""
+        """Return text that follows what is in the cache, slots and the text so far; arguments as of `forward`."""
         if memory is not None and len(memory) != len(input_ids):
             raise ValueError(
                 f"`memory` has {len(memory)} rows, `input_ids` has {len(input_ids)}: behind a cache give a row for "
@@ -4741,45 +4714,47 @@ class CompressorModel(CompressorBackbone):
             if offset is None:
                 raise ValueError("with a cache, `text_position_offset` must say where the text starts; see `generate`")
             position_ids = position_ids + offset[:, None]
+        if may_have_pads:
+            # The slots came first, and then the text as it was given.
+            slot_mask = self.cached_slot_mask(memory)
+            check_sliding_window(self.config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
+            mask = torch.cat([slot_mask, text_mask], dim=1)
+        else:
+            slots = [text_mask[:, :0]]
+            if memory is not None:
+                slots = [text_mask.new_zeros(len(text_mask), self.num_pads_in_front(memory)), memory.attention_mask]
+            # The cache holds a row's pads in front, so only their number matters.
+            mask = torch.cat([*slots, text_mask], dim=1).sort(dim=1).values
+        if cache.is_compileable:
+            # One compiled graph serves passes of one shape; the places behind the text are masked by causality.
+            length = max(layer.max_cache_len for layer in cache.layers)
+            mask = functional.pad(mask, (0, max(0, length - mask.shape[1])))
         return {
             "inputs_embeds": self._embed_text(input_ids),
-            "attention_mask": _as_long_as(cache, self._cached_mask(memory, text_mask)),
+            "attention_mask": mask,
             "position_ids": position_ids,
             "is_full": input_ids.shape[1] == 1 or not may_have_pads,
         }
 
-    def _cached_mask(self, memory: CompressedContext | None, text_mask: Tensor) -> Tensor:
-        """The mask `(batch_size, num_slots + num_text_tokens)` of what is in the cache and of the new text."""
-        if memory is not None and memory.carrier == "key_values":
-            # The slots came first, and then the text as it was given.
-            slot_mask = self.cached_slot_mask(memory)
-            check_sliding_window(self.config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
-            return torch.cat([slot_mask, text_mask], dim=1)
-        if memory is not None:
-            pads = text_mask.new_zeros(len(text_mask), self.num_pads_in_front(memory))
-            text_mask = torch.cat([pads, memory.attention_mask, text_mask], dim=1)
-        # The cache holds a row's pads in front, so only their number matters.
-        return text_mask.sort(dim=1).values
-
     def cache_of_slots(self, memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:
-        """A cache that starts with a memory of key/values, the one given or a new one."""
+        """Return a cache that starts with a memory of key/values, the one given or a new one."""
         return filled_cache(aligned_right(memory, is_full), cache, use_cache)
 
     def cached_slot_mask(self, memory: CompressedContext) -> Tensor:
-        """Which places of such a cache hold slots, `(batch_size, num_places)`."""
+        """Mark the places of such a cache that hold slots, `(batch_size, num_places)`."""
         return memory.attention_mask.sort(dim=1).values
 
     def num_pads_in_front(self, memory: CompressedContext) -> int:
-        """Pads, 0 or 1, that every row needs in front of its slots beside its own; see `pack`."""
+        """Return the pads, 0 or 1, that every row needs in front of its slots beside its own; see `pack`."""
         falls = memory.position_layout == "enhanced" and memory.carrier == "embeddings"
         return int(falls and reads_falling_ids_as_packed(self.config.decoder_config, memory.batch_size))
 
     def num_places(self, memory: CompressedContext | None) -> int:
-        """Places that a memory takes in the cache in front of the text."""
+        """Return the places that a memory takes in the cache in front of the text."""
         return 0 if memory is None else memory.attention_mask.shape[1] + self.num_pads_in_front(memory)
 
     def text_position_offset(self, memory: CompressedContext, input_ids: Tensor, text_mask: Tensor | None) -> Tensor:
-        """Position of each row's first text token (EPL, Tables 2, 3 and 13 to 15)."""
+        """Return the position of each row's first text token, `(batch_size,)` (EPL, Tables 2, 3 and 13 to 15)."""
         if memory.position_layout != "enhanced":
             return memory.num_slots
         autoencoding = self.config.reconstruction_token_id
@@ -4790,12 +4765,14 @@ class CompressorModel(CompressorBackbone):
         return memory.num_context_tokens * ~starts_with_ae
 
     def num_in_front(self, input_ids: Tensor) -> int:
-        """Most tokens that a text without pads has in front of the slots; one pass has to read them and the slots."""
+        """Return the most tokens that a text without pads has in front of the slots; one pass has to read them and the
+        slots."""
         moved = self._moves_first(input_ids, torch.ones_like(input_ids))
         return 0 if moved is None else int(moved.sum(dim=1).max())
 
     def _moves_first(self, input_ids: Tensor, text_mask: Tensor) -> Tensor | None:
-        """Which text tokens stand in front of the slots, `(batch_size, num_text_tokens)` bool; `None` for none."""
+        """Mark the text tokens that stand in front of the slots, `(batch_size, num_text_tokens)` bool; `None` for
+        none."""
         opening, bos = self.config.slots_after_ids, self.config.bos_token_id
         if opening:
             return through_first(input_ids, text_mask, opening)
@@ -4813,14 +4790,6 @@ class CompressorModel(CompressorBackbone):
             task = self.task_embeddings[row].to(embeddings.dtype)
             embeddings = torch.where((input_ids == task_id)[:, :, None], task, embeddings)
         return embeddings
-
-
-def _as_long_as(cache: Cache, attention_mask: Tensor) -> Tensor:
-    """A mask with zeros behind it up to the length of a fixed cache, so that every pass over a token has one shape."""
-    if not cache.is_compileable:
-        return attention_mask
-    length = max(layer.max_cache_len for layer in cache.layers)
-    return functional.pad(attention_mask, (0, max(0, length - attention_mask.shape[1])))
 
 
 # compressor/causal_lm.py
@@ -4962,14 +4931,15 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
             rows = token_rows(question, attention_mask, needs_tokens=True)
             check_together(rows)
             attention_mask = rows.attention_mask
-            if not rows.is_full and (size := self._setting("prefill_chunk_size", kwargs)):
-                raise ValueError(
-                    f"`prefill_chunk_size` ({size}) needs questions of one length, without pads: leave it out, or "
-                    "generate row by row"
-                )
-            if kwargs.get("position_ids") is not None:
-                kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
-            question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
+            if not rows.is_full:
+                if size := self._setting("prefill_chunk_size", kwargs):
+                    raise ValueError(
+                        f"`prefill_chunk_size` ({size}) needs questions of one length, without pads: leave it out, or "
+                        "generate row by row"
+                    )
+                if kwargs.get("position_ids") is not None:
+                    kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
+                question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
         if context_input_ids is not None:
             given = (context_input_ids, context_attention_mask, ratio, "context_input_ids", context_chunk_lengths)
             beside = self.model.beside_contexts(kwargs, (question, attention_mask))
@@ -5176,8 +5146,9 @@ class MemoryTokenModel(CompressorModel):
         lengths = torch.tensor(chunks.lengths, device=device)
         blocks = [[max(of_chunk) for of_chunk in zip(*counts, strict=True)]] if are_nested else counts
         widths = [max(block) for block in blocks]
-        for block in blocks:
-            self.check_places(chunks.lengths, block)
+        if layout == "default":
+            places = [n + m for block in blocks for n, m in zip(chunks.lengths, block, strict=True) if m]
+            check_context_length(config, max(places, default=0), self.config.chunk_size)
         memory_ids = [
             self.memory_token_ids(chunks, torch.tensor(block, device=device), width)
             for block, width in zip(blocks, widths, strict=True)
@@ -5198,12 +5169,6 @@ class MemoryTokenModel(CompressorModel):
         firsts = [0] * len(counts) if are_nested else [sum(widths[:i]) for i in range(len(widths))]
         groups = [(first, first_places(count, device)) for first, count in zip(firsts, counts, strict=True)]
         return MemoryRows(inputs, sequence.text_places, groups)
-
-    def check_places(self, lengths: Sequence[int], counts: Sequence[int]) -> None:
-        """Raise `ValueError` where the encoder lacks positions for chunks with their memory tokens behind them."""
-        places = [n + m for n, m in zip(lengths, counts, strict=True) if m]
-        if self.config.position_layout == "default" and places:
-            check_context_length(self.encoder_backbone.config, max(places), self.config.chunk_size)
 
     def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> Sequence[Slots]:
         return [slots for rows in self.memory_rows(chunks, ratios) for slots in self.read_memory(rows)]

@@ -385,7 +385,7 @@ class CompressorConfig(PreTrainedConfig):
 
     @classmethod
     def default_custom_pipelines(cls) -> dict[str, dict[str, Any]]:
-        """What `transformers.pipeline` must know to ask a checkpoint with the code in its own folder."""
+        """Return the fields with which `transformers.pipeline` asks a checkpoint with the code in its own folder."""
         loaders = [name for name in cls.default_auto_map() if name in _GENERATING]
         return {
             QUESTION_ANSWERING: {

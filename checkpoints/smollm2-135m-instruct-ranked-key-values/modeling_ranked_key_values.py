@@ -115,7 +115,8 @@ class RankedKeyValuesModel(HeadwiseModel):
         return chunks
 
     def opened(self, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids, mask and positions of the opening and the chunks behind it, `(num_chunks, num_places)` each."""
+        """Return token ids, mask and positions of the opening and the chunks behind it, `(num_chunks, num_places)`
+        each."""
         num_chunks, ids = len(chunks.lengths), chunks.input_ids
         opening = torch.tensor(self.config.opening_ids, dtype=torch.long, device=ids.device).expand(num_chunks, -1)
         mask = torch.cat([torch.ones_like(opening), chunks.attention_mask], dim=1)
@@ -131,22 +132,23 @@ class RankedKeyValuesModel(HeadwiseModel):
         return sys.maxsize if limit is None else limit - self.first_slot_position
 
     def moves(self, chunks: Chunks) -> Tensor | None:
-        """How far behind the place where it was read each chunk stands in its document, `(num_chunks,)`; `None` if all
-        were read in their places."""
+        """Return each chunk's distance from the place where it was read to its place in the document, `(num_chunks,)`;
+        `None` if all were read in their places."""
         rows = range(0, len(chunks.lengths), chunks.chunks_per_row)
         if max(sum(chunks.lengths[row : row + chunks.chunks_per_row]) for row in rows) <= self._most_positions:
             return None
         return chunks.starts + 1 - chunks.position_ids[:, 0]
 
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
-        """That of each chunk's first token: which of its tokens the pairs of a slot are of, their heads settle."""
+        """Return the position of each chunk's first token: the heads settle which tokens the pairs of a slot are
+        of."""
         of_slots = [chunk for chunk, count in enumerate(counts) for _ in range(count)]
         starts = chunks.starts[torch.tensor(of_slots, dtype=torch.long, device=slot_mask.device)] + 1
         return torch.zeros_like(slot_mask).masked_scatter(slot_mask.bool(), starts)
 
     def _starts_and_lengths(self, memory: CompressedContext) -> tuple[Tensor, Tensor]:
-        """Where the chunk of each slot is read, as in `position_ids`, and the positions that each row takes: keys keep
-        their places, unless a context has more tokens than the base positions."""
+        """Return where the chunk of each slot is read, as in `position_ids`, and the positions that each row takes:
+        keys keep their places, unless a context has more tokens than the base positions."""
         starts, lengths, num_slots = memory.position_ids, memory.num_context_tokens, memory.attention_mask.shape[1]
         is_short = isinstance(memory.ratio, int) and num_slots * memory.ratio <= self._most_positions
         if is_short or not num_slots or memory.inverse_frequencies is None:
@@ -218,7 +220,7 @@ class RankedKeyValuesModel(HeadwiseModel):
         moves: Tensor | None,
         own_losses: list[Tensor] | None = None,
     ) -> list[HeadwisePairs]:
-        """Of each ratio the pairs that stay of chunks, and how far these are moved."""
+        """Return for each ratio the pairs of chunks that stay, and move them."""
         # (1), and (2) of what each layer's attention reads, norm_l(x_l).
         if self.training:
             key_values, states = self._read(chunks)
@@ -241,26 +243,26 @@ class RankedKeyValuesModel(HeadwiseModel):
 
     @torch.no_grad()
     def token_scores(self, input_ids: Tensor) -> Tensor:
-        """Scores of (2) of each token, `(batch_size, num_layers * num_heads, num_tokens)`, the higher the sooner kept.
+        """Return the scores of (2) of each token, `(batch_size, num_layers * num_heads, num_tokens)`, the higher the
+        sooner kept.
 
-        Args:
-            input_ids: texts of one chunk without pads, `(batch_size, num_tokens)`.
+        `input_ids` are texts of one chunk without pads, `(batch_size, num_tokens)`.
         """
         rows = self.context_rows(input_ids, None, "input_ids")
         check_together(rows)
         return self._scored(self.chunks_of(rows))[1]
 
     def _scored(self, chunks: Chunks) -> tuple[KeyValues, Tensor]:
-        """(1) and (2), which leave of no layer what its attention reads."""
+        """Return (1) and (2), which leave of no layer what its attention reads."""
         key_values, found = self._read(chunks, lambda layer, states: self.scorers[layer](states))
         return key_values, _by_head(found)
 
     def _read(
         self, chunks: Chunks, take: Callable[[int, Tensor], Tensor] | None = None
     ) -> tuple[KeyValues, list[Tensor]]:
-        """Keys and values of each layer, of the opening and the context, `(num_chunks, num_heads, num_places,
-        head_dim)`, and what its attention reads of the context, `(num_chunks, num_tokens, hidden_size)`, without
-        gradients, or what `take` makes of a layer's number and that."""
+        """Read the opening and the context: keys and values of each layer, `(num_chunks, num_heads, num_places,
+        head_dim)`, and the inputs of its attention `(num_chunks, num_tokens, hidden_size)`, without gradients, or what
+        `take` makes of them."""
         input_ids, mask, position_ids = self.opened(chunks)
         places = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
 
@@ -275,7 +277,7 @@ class RankedKeyValuesModel(HeadwiseModel):
         return pairs, recorder.inputs
 
     def _repeated_attention(self, key_values: KeyValues, chunks: Chunks) -> Tensor:
-        """log a of (5), `(num_chunks, num_layers * num_heads, num_tokens)`."""
+        """Return log a of (5), `(num_chunks, num_layers * num_heads, num_tokens)`."""
         pairs = tuple((keys.detach(), values.detach()) for keys, values in key_values)
         ends = self.first_slot_position + chunks.position_ids[:, 0] - 1 + chunks.attention_mask.sum(dim=1)
         found = self.repeated_attention(pairs, self.opened(chunks)[1], ends, chunks, self.config.repeat_size)
@@ -283,7 +285,7 @@ class RankedKeyValuesModel(HeadwiseModel):
         return attention.clamp(min=_LEAST_ATTENTION).log()
 
     def _row_errors(self, errors: Tensor, chunks: Chunks) -> Tensor:
-        """The mean of squared errors over the tokens of each row, `(batch_size,)`."""
+        """Return the mean of squared errors over the tokens of each row, `(batch_size,)`."""
         is_real = chunks.attention_mask[:, None].expand_as(errors)
         of_chunks = torch.stack([(errors.square() * is_real).sum(dim=(1, 2)), is_real.sum(dim=(1, 2))])
         total, count = of_chunks.unflatten(1, (-1, chunks.chunks_per_row)).sum(dim=2)
@@ -291,15 +293,11 @@ class RankedKeyValuesModel(HeadwiseModel):
 
 
 def _same_starts(memory: CompressedContext, is_long: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the chunks of long contexts start once all of them stand at the same positions (Parallel Context Windows).
-
-    Args:
-        memory: whose `position_ids` are the first positions of the slots' chunks, counted from 1.
-        is_long: `(batch_size,)` bool, the rows whose chunks do.
+    """Put all chunks of the rows `is_long` at the same positions (Parallel Context Windows).
 
     Returns:
-        `position_ids` `(batch_size, num_slots)` as above, and the positions that each row takes, `(batch_size,)`: of
-        these rows as many as their longest chunk has tokens.
+        The first positions of the slots' chunks `(batch_size, num_slots)`, counted from 1, and the positions that each
+        row takes, `(batch_size,)`: of these rows as many as their longest chunk has tokens.
     """
     starts, lengths, is_real = memory.position_ids, memory.num_context_tokens, memory.attention_mask.bool()
     ends = functional.pad(starts, (0, 1))[:, 1:].where(functional.pad(is_real, (0, 1))[:, 1:], lengths[:, None] + 1)
@@ -308,7 +306,7 @@ def _same_starts(memory: CompressedContext, is_long: Tensor) -> tuple[Tensor, Te
 
 
 def _moved(key_values: KeyValues, moves: Tensor, frequencies: Tensor | None) -> KeyValues:
-    """Pairs at other positions, see [`rotation`]."""
+    """Return pairs at other positions, see [`rotation`]."""
     if not key_values or frequencies is None:
         return key_values
     tables = rotation(moves, frequencies, key_values[0][0])
@@ -316,8 +314,8 @@ def _moved(key_values: KeyValues, moves: Tensor, frequencies: Tensor | None) -> 
 
 
 def _by_head(scores: Sequence[Tensor]) -> Tensor:
-    """Scores of all layers, `(num_chunks, num_layers * num_heads, num_tokens)`; of each `(num_chunks, num_tokens,
-    num_heads)`."""
+    """Stack each layer's scores `(num_chunks, num_tokens, num_heads)` to `(num_chunks, num_layers * num_heads,
+    num_tokens)`."""
     return torch.stack([of_layer.transpose(1, 2) for of_layer in scores], dim=1).flatten(1, 2)
 
 

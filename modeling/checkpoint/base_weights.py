@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights of a compressor are its base model's own, and how the base is found again when they are left out."""
+"""A base model's own weights inside a compressor, and the way back to the base when they are left out."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def own_name(name: str) -> str:
 
 
 def base_name(name: str) -> tuple[str, str] | None:
-    """Where a compressor's weight comes from: the base and the weight's name there; `None` for the method's own."""
+    """Return a weight's base and its name there; `None` for the method's own."""
     name = own_name(name)
     if name == _HEAD:
         return DECODER_BASE, name
@@ -75,9 +75,8 @@ def base_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def base_entry(
     model: PreTrainedModel, name: str | os.PathLike, hub_id: str | None, revision: str | None, loading: dict[str, Any]
 ) -> dict[str, str | None]:
-    """What a light checkpoint records of a base: `repo_id` and `revision` on the Hub, `subfolder` if it is in one,
-    `gguf_file` if it is one, `samples`, `dtype`, and sums of all `weights` in it and in narrower types.
-    """
+    """Return a light checkpoint's record of a base: `repo_id` and `revision` on the Hub, `subfolder` if it is in one,
+    `gguf_file` if it is one, `samples`, `dtype`, and sums of all `weights` in it and in narrower types."""
     is_folder = os.path.isdir(name)
     if not is_folder:
         found = {n: loading[n] for n in (*DOWNLOAD_ARGUMENTS, "subfolder") if n in loading}
@@ -114,10 +113,10 @@ def _checksums(tensor: Tensor) -> dict[torch.dtype, str]:
 
 
 class BaseRecord:
-    """What a model in memory knows of its bases.
+    """A record of a model's bases in memory.
 
     Args:
-        entries: of each base, what a light checkpoint records; see [`base_entry`].
+        entries: of each base, the record of a light checkpoint; see [`base_entry`].
         tensors: the weights that are the bases' own, by name; their checksums are kept.
     """
 

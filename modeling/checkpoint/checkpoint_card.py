@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a card says of a checkpoint by its configuration alone, and the first card of a folder, which says no more."""
+"""Cards of a checkpoint by its configuration alone, such as the first card of a folder."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def hub_fields(config: CompressorConfig) -> dict[str, Any]:
 
 
 def summary_of(config: CompressorConfig) -> str:
-    """What a compressor is, in a sentence."""
+    """Describe a compressor in a sentence."""
     method, every = config.method.replace("_", " "), _every(sorted(config.compression_ratios))
     if config.auto_class == RETRIEVAL_LOADER:
         return (
@@ -105,7 +105,7 @@ def summary_of(config: CompressorConfig) -> str:
 
 
 def facts(config: CompressorConfig) -> list[tuple[str, Any]]:
-    """What a compressor is, by name; the method's own fields are those of its `card_fields`."""
+    """Return facts of a compressor by name; the method's own fields are those of its `card_fields`."""
     has_decoder = config.auto_class != RETRIEVAL_LOADER
     decoder = _adapters(config.decoder_adapter)
     if config.shared_adapter:
@@ -155,7 +155,8 @@ def usage_section(auto_class: str, place: str, trust: str = "", code: str = "") 
 
 
 def is_hub_id(name: str | None) -> bool:
-    """Whether a model's name is a repository on the Hub; a folder on somebody's machine means nothing to a reader."""
+    """Return whether a model's name is a repository on the Hub; a folder on somebody's machine means nothing to a
+    reader."""
     return name is not None and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not os.path.isdir(name)
 
 
@@ -179,7 +180,7 @@ def _base(config: CompressorConfig) -> str:
 
 
 def _every(ratios: Sequence[int]) -> str:
-    """What there is one vector for, in words: "every 2, 4 or 8 tokens", "each token"."""
+    """Return the tokens that there is one vector for, in words: "every 2, 4 or 8 tokens", "each token"."""
     *first, last = map(str, ratios)
     if not first and last == "1":
         return "each token"

@@ -17,7 +17,7 @@ _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 
 
 def gguf_arguments(gguf_file: str | None) -> dict[str, Any]:
-    """What `from_pretrained` of a model takes, so that a GGUF file's weights are dequantised; nothing for `None`."""
+    """Return arguments of a model's `from_pretrained` that dequantise a GGUF file's weights; none for `None`."""
     if gguf_file is None:
         return {}
     # Libraries without this class know no other way than to dequantise.

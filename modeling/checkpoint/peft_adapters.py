@@ -22,7 +22,7 @@ _ABSENT = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transf
 
 
 def adapter_and_model(name: str | os.PathLike, keywords: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """Where an adapter is, if `name` is one, the compressor that it is for, and arguments for fetching the adapter."""
+    """Return the place of an adapter, if `name` is one, its compressor, and arguments for fetching the adapter."""
     fetching = keywords.pop("adapter_kwargs", None) or {field: keywords[field] for field in _SOURCE & set(keywords)}
     adapter, model, fetching = maybe_load_adapters(name, keywords, **fetching)
     if adapter is not None and fetching.get("revision") == keywords.get("revision"):

@@ -144,23 +144,17 @@ def is_whole(folder: Path) -> bool:
     )
 
 
-def hub_name(folder: str | os.PathLike) -> tuple[str | None, str | None]:
-    """Hub id and commit of a folder in this cache, where the commit is `None`, or in the Hub's; else both `None`."""
-    # Not resolved: a cache may be a link to another disk, and so may be what is in it.
-    path = Path(os.path.abspath(folder))
-    if path.parent == Path(os.path.abspath(cache_folder())) / "bases":
-        return path.name.replace("--", "/", 1), None
-    repository = path.parent.parent.name
-    if path.parent.name == "snapshots" and repository.startswith("models--"):
-        return repository.removeprefix("models--").replace("--", "/", 1), path.name
-    return None, None
-
-
 def find_base(name: str | os.PathLike) -> tuple[str | os.PathLike, str | None, str | None]:
     """Return the place to load a base from, and its Hub id and commit if that is a folder in a cache."""
     place = cached_base(name) or name
-    hub_id, commit = hub_name(place) if os.path.isdir(place) else (None, None)
-    return place, hub_id, commit
+    # Not resolved: a cache may be a link to another disk, and so may be what is in it.
+    path, cache = Path(os.path.abspath(place)), Path(os.path.abspath(cache_folder())) / "bases"
+    repository = path.parent.parent.name
+    if path.is_dir() and path.parent == cache:
+        return place, path.name.replace("--", "/", 1), None
+    if path.is_dir() and path.parent.name == "snapshots" and repository.startswith("models--"):
+        return place, repository.removeprefix("models--").replace("--", "/", 1), path.name
+    return place, None, None
 
 
 def base_place(name: str | None) -> str | None:
@@ -190,12 +184,10 @@ def load_from_place(
     dtype: str = "auto",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a compressor or a plain language model; bases that it needs are fetched.
+    """Load a compressor or a plain language model by Hub id or folder; bases that it needs are fetched.
 
     Args:
-        name: Hub id or folder.
-        base_model: where the base of a light checkpoint is, Hub id or folder, if not where the checkpoint says.
-        revision: branch, tag or commit on the Hub.
+        base_model: place of a light checkpoint's base, if not where the checkpoint says.
         dtype: "auto" (as saved), "float32", "bfloat16" or "float16".
         trust_remote_code: run the code that a checkpoint brings.
     """

@@ -64,14 +64,8 @@ def write_code_and_card(model_class: type, config: Any, folder: str | os.PathLik
 
 @dataclass(eq=False)
 class _Statement:
-    """A statement at the top of a module.
-
-    Args:
-        node: its tree.
-        text: the statement, and the comments above it.
-        names: what it binds in the module.
-        reads: all names in it.
-    """
+    """A statement at the top of a module, with the comments above it, the names that it binds and those that it
+    reads."""
 
     node: ast.stmt
     text: str

@@ -64,10 +64,7 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
 
     @torch.no_grad()
     def decoder_language_model(self) -> PreTrainedModel:
-        """A copy of the decoder as a plain language model of its own architecture, its adapters merged: for a server.
-
-        Where nothing of the decoder trains it is the base, and the server may as well load that.
-        """
+        """Return a copy of the decoder as a plain language model, its adapters merged: for a server."""
         check_adapters(self)
         # Copies: the encoder's adapters may sit on the same weights, and stay there.
         decoder = copy.deepcopy(self.model.language_model)
@@ -214,14 +211,15 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
             rows = token_rows(question, attention_mask, needs_tokens=True)
             check_together(rows)
             attention_mask = rows.attention_mask
-            if not rows.is_full and (size := self._setting("prefill_chunk_size", kwargs)):
-                raise ValueError(
-                    f"`prefill_chunk_size` ({size}) needs questions of one length, without pads: leave it out, or "
-                    "generate row by row"
-                )
-            if kwargs.get("position_ids") is not None:
-                kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
-            question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
+            if not rows.is_full:
+                if size := self._setting("prefill_chunk_size", kwargs):
+                    raise ValueError(
+                        f"`prefill_chunk_size` ({size}) needs questions of one length, without pads: leave it out, or "
+                        "generate row by row"
+                    )
+                if kwargs.get("position_ids") is not None:
+                    kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
+                question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
         if context_input_ids is not None:
             given = (context_input_ids, context_attention_mask, ratio, "context_input_ids", context_chunk_lengths)
             beside = self.model.beside_contexts(kwargs, (question, attention_mask))

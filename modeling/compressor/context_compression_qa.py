@@ -20,11 +20,11 @@ from transformers.utils import logging
 from ..memory.compressed_context import CompressedContext
 from ..memory.memory_file import text_source
 from ..memory.memory_validation import is_memory
-from ..parts.length_batches import batches_in_order, length_batches
+from ..parts.length_batches import length_batches
 from ..parts.prompting import (
-    check_max_tokens,
     cut_passages,
     decoder_document_ids,
+    document_start,
     message_ids,
     passages_ids,
     question_ids,
@@ -255,21 +255,15 @@ class ContextCompressionQAPipeline(Pipeline):
 
     def check_max_tokens(self, max_tokens: int | None) -> None:
         """Raise `ValueError` if a limit leaves nothing of a document behind what opens it, such as BOS."""
-        check_max_tokens(self.model.config, self._document_tokenizer, max_tokens)
+        if max_tokens is None:
+            return
+        least = len(document_start(self.model.config, self._document_tokenizer))
+        if max_tokens <= least:
+            raise ValueError(f"`max_tokens` must be above {least}, the tokens that open a document, got {max_tokens}")
 
     def document_ids(self, documents: str | Sequence[str | Sequence[str]], most: int | None = None) -> list[list[int]]:
         """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
         return [[token for passage in row for token in passage] for row in self._passages(documents, most)]
-
-    def full_text_ids(
-        self, documents: Sequence[str | Sequence[str]], max_tokens: int | None = None
-    ) -> list[list[int]]:
-        """Token ids of documents as the decoder reads them in front of a question, without a memory."""
-        config = self.model.config
-        if config.is_encoder_decoder:
-            raise ValueError(f"the decoder of a {type(self.model).__name__} reads no documents, only memories")
-        _check_documents(documents)
-        return [decoder_document_ids(config, self._question_tokenizer, text, max_tokens) for text in documents]
 
     def _passages(self, documents: Any, most: int | None = None) -> list[list[list[int]]]:
         """Token ids of each document's passages."""
@@ -338,7 +332,11 @@ class ContextCompressionQAPipeline(Pipeline):
         if full_text:
             if name == "memory":
                 raise ValueError("`full_text` reads a document's own tokens: give `context` in place of a memory")
-            rows = self.full_text_ids(sources, max_tokens)
+            if self.model.config.is_encoder_decoder:
+                raise ValueError(f"the decoder of a {type(self.model).__name__} reads no documents, only memories")
+            _check_documents(sources)
+            given = (self.model.config, self._question_tokenizer)
+            rows = [decoder_document_ids(*given, text, max_tokens) for text in sources]
             rows = [[token for row in rows for token in row]] if join is True else rows
         texts = [self._texts(inputs["question"], inputs["messages"], prompt, row) for row in rows]
         compresses, (question_ids, asks_one) = name == "context" and not full_text, texts[0]
@@ -402,7 +400,9 @@ class ContextCompressionQAPipeline(Pipeline):
                 asked: Any = questions
                 if may_be_asked_again:
                     memory, asked = self.read_slots.read(memory, questions)
-                own = partial(lambda memory, rows, _: memory.rows(rows), memory)
+                own = partial(
+                    lambda memory, rows, _: memory if len(memory) == 1 == len(rows) else memory.rows(rows), memory
+                )
                 answers += self._answers(range(len(memory)), asked, batch_size, own, generate_kwargs)
         if join == LIKELIEST:
             answers = [[max(of_question, key=lambda answer: answer[1]) for of_question in zip(*answers, strict=True)]]
@@ -431,7 +431,8 @@ class ContextCompressionQAPipeline(Pipeline):
         """The memories that are asked: those given, or of the documents in batches; a single one if all are joined."""
         memories, documents, batch_size = (inputs[name] for name in ("memories", "document_ids", "batch_size"))
         if memories is None:
-            batches = batches_in_order([sum(map(len, row)) for row in documents], batch_size, _MOST_PADDING)
+            lengths = [sum(map(len, row)) for row in documents]
+            batches = length_batches(lengths, batch_size, most_padding=_MOST_PADDING, in_order=True)
             memories = (
                 self.compress_ids([documents[row] for row in batch], ratio, allow_untrained_ratio) for batch in batches
             )

@@ -232,8 +232,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         return result if return_dict in (None, True) else result.to_tuple()
 
     def _encoded(self, asked: dict[str, Any], *context: Any) -> tuple[CompressedContext, Any]:
-        """A memory of contexts, and the encoder's outputs if any of `_OUTPUTS` is asked for; arguments as of
-        [`CompressorBackbone.context_memory`]."""
+        """Compress contexts, and return the encoder's outputs, too, if any of `_OUTPUTS` is asked for."""
         passes: list[Any] = []
         beside = {"passes": passes, **asked} if any(asked.values()) else {}
         memory = self.model.context_memory(*context, **beside)

@@ -160,8 +160,9 @@ class MemoryTokenModel(CompressorModel):
         lengths = torch.tensor(chunks.lengths, device=device)
         blocks = [[max(of_chunk) for of_chunk in zip(*counts, strict=True)]] if are_nested else counts
         widths = [max(block) for block in blocks]
-        for block in blocks:
-            self.check_places(chunks.lengths, block)
+        if layout == "default":
+            places = [n + m for block in blocks for n, m in zip(chunks.lengths, block, strict=True) if m]
+            check_context_length(config, max(places, default=0), self.config.chunk_size)
         memory_ids = [
             self.memory_token_ids(chunks, torch.tensor(block, device=device), width)
             for block, width in zip(blocks, widths, strict=True)
@@ -182,12 +183,6 @@ class MemoryTokenModel(CompressorModel):
         firsts = [0] * len(counts) if are_nested else [sum(widths[:i]) for i in range(len(widths))]
         groups = [(first, first_places(count, device)) for first, count in zip(firsts, counts, strict=True)]
         return MemoryRows(inputs, sequence.text_places, groups)
-
-    def check_places(self, lengths: Sequence[int], counts: Sequence[int]) -> None:
-        """Raise `ValueError` where the encoder lacks positions for chunks with their memory tokens behind them."""
-        places = [n + m for n, m in zip(lengths, counts, strict=True) if m]
-        if self.config.position_layout == "default" and places:
-            check_context_length(self.encoder_backbone.config, max(places), self.config.chunk_size)
 
     def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> Sequence[Slots]:
         return [slots for rows in self.memory_rows(chunks, ratios) for slots in self.read_memory(rows)]

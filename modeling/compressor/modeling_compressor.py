@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,7 +148,7 @@ class CompressorModel(CompressorBackbone):
         return []
 
     def encoder_states(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Last hidden states `(num_chunks, num_tokens, hidden_size)`; arguments as `encoder_outputs`."""
+        """Return last hidden states `(num_chunks, num_tokens, hidden_size)`; arguments as `encoder_outputs`."""
         return self.encoder_outputs(*args, **kwargs).last_hidden_state
 
     def encoder_outputs(
@@ -160,13 +160,12 @@ class CompressorModel(CompressorBackbone):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """One pass of the encoder with its adapter.
+        """Run the encoder once with its adapter.
 
         Args:
-            input_ids: `(num_chunks, num_tokens)`, or else `inputs_embeds`.
-            attention_mask: same shape, or a mask in the backbone's own form.
-            position_ids: same shape.
-            inputs_embeds: `(num_chunks, num_tokens, hidden_size)`.
+            input_ids: `(num_chunks, num_tokens)`, or else `inputs_embeds` `(num_chunks, num_tokens, hidden_size)`.
+            attention_mask: `(num_chunks, num_tokens)`, or a mask in the backbone's own form.
+            position_ids: `(num_chunks, num_tokens)`.
         """
         inputs: dict[str, Any]
         inputs = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
@@ -207,8 +206,10 @@ class CompressorModel(CompressorBackbone):
 
     # --- adapters ---
 
-    def _adapter(self, backbone: PreTrainedModel, name: str) -> AbstractContextManager[None]:
-        return in_base_precision(backbone, use_adapter(backbone, None if self._base_alone.names else name))
+    @contextmanager
+    def _adapter(self, backbone: PreTrainedModel, name: str) -> Iterator[None]:
+        with use_adapter(backbone, None if self._base_alone.names else name), in_base_precision(backbone):
+            yield
 
     def base_language_model(self) -> AbstractContextManager[None]:
         """Inside this block the adapters are off: without a context, `forward` is the untouched base model's.
@@ -242,8 +243,7 @@ class CompressorModel(CompressorBackbone):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        r"""
-        Read slots and text.
+        """Read slots and text.
 
         Args:
             input_ids: Text `(batch_size, num_text_tokens)`: task token or BOS, question, answer.
@@ -257,21 +257,20 @@ class CompressorModel(CompressorBackbone):
             memory: Contexts that are already compressed; one row serves any number of texts.
             ratio: Ratio for `context_input_ids`, as in `compress`; beside a memory, its own or none.
             use_cache: Whether to return the cache; as the configuration says if not given.
-            text_position_offset: `(batch_size,)`, position of the first text token; computed from the memory and the
-                text's task token if not given.
-            context_chunk_lengths: `(batch_size, num_passages)`, the `chunk_lengths` of the contexts, as in `compress`.
+            text_position_offset: `(batch_size,)`, position of the first text token; computed if not given.
+            context_chunk_lengths: The `chunk_lengths` of the contexts, as in `compress`.
             past_key_values: An older name of `cache`.
             labels: Ignored; some trainers give them to the backbone, too.
-            kwargs: What the method reads beside contexts, and else handed to the language model.
+            kwargs: Inputs of the method beside contexts; the rest is handed to the language model.
 
         Returns:
             `last_hidden_state` of shape `(batch_size, num_text_tokens, hidden_size)`, and the cache.
 
         Raises:
             TypeError: ids, a ratio, a memory or a cache that are none, or a misspelt argument.
-            ValueError: context and memory together, a ratio or mask of contexts where there is none to compress, a
-                text row without tokens, unknown token ids, a mask of the wrong shape, a memory of another model or
-                batch size, or a filled cache in training with gradient checkpointing.
+            ValueError: context and memory together, a ratio or mask of contexts where there is none, a text row
+                without tokens, unknown token ids, a mask of the wrong shape, a memory of another model or batch size,
+                or a filled cache in training with gradient checkpointing.
         """
         check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
         check_keywords(kwargs)
@@ -379,7 +378,7 @@ class CompressorModel(CompressorBackbone):
         is_full: bool = False,
         longest: int | None = None,
     ) -> tuple[dict[str, Any], PackedSequence | None]:
-        """Slots and text as one sequence for the language model; text alone where the cache holds the slots."""
+        """Return slots and text as one sequence for the language model; text alone where the cache holds the slots."""
         config, input_ids, text_mask = self.config, text.input_ids, text.attention_mask
         positions = text_positions(text_mask) if position_ids is None else position_ids.expand_as(input_ids)
         embeddings = self._embed_text(input_ids)
@@ -424,7 +423,7 @@ class CompressorModel(CompressorBackbone):
         offset: Tensor | None,
         cache: Cache,
     ) -> dict[str, Any]:
-        """Text that follows what is in the cache, slots and the text so far; arguments as of `forward`."""
+        """Return text that follows what is in the cache, slots and the text so far; arguments as of `forward`."""
         if memory is not None and len(memory) != len(input_ids):
             raise ValueError(
                 f"`memory` has {len(memory)} rows, `input_ids` has {len(input_ids)}: behind a cache give a row for "
@@ -439,54 +438,50 @@ class CompressorModel(CompressorBackbone):
             if offset is None:
                 raise ValueError("with a cache, `text_position_offset` must say where the text starts; see `generate`")
             position_ids = position_ids + offset[:, None]
+        if may_have_pads:
+            # The slots came first, and then the text as it was given.
+            slot_mask = self.cached_slot_mask(memory)
+            check_sliding_window(self.config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
+            mask = torch.cat([slot_mask, text_mask], dim=1)
+        else:
+            slots = [text_mask[:, :0]]
+            if memory is not None:
+                slots = [text_mask.new_zeros(len(text_mask), self.num_pads_in_front(memory)), memory.attention_mask]
+            # The cache holds a row's pads in front, so only their number matters.
+            mask = torch.cat([*slots, text_mask], dim=1).sort(dim=1).values
+        if cache.is_compileable:
+            # One compiled graph serves passes of one shape; the places behind the text are masked by causality.
+            length = max(layer.max_cache_len for layer in cache.layers)
+            mask = functional.pad(mask, (0, max(0, length - mask.shape[1])))
         return {
             "inputs_embeds": self._embed_text(input_ids),
-            "attention_mask": _as_long_as(cache, self._cached_mask(memory, text_mask)),
+            "attention_mask": mask,
             "position_ids": position_ids,
             "is_full": input_ids.shape[1] == 1 or not may_have_pads,
         }
 
-    def _cached_mask(self, memory: CompressedContext | None, text_mask: Tensor) -> Tensor:
-        """The mask `(batch_size, num_slots + num_text_tokens)` of what is in the cache and of the new text."""
-        if memory is not None and memory.carrier == "key_values":
-            # The slots came first, and then the text as it was given.
-            slot_mask = self.cached_slot_mask(memory)
-            check_sliding_window(self.config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
-            return torch.cat([slot_mask, text_mask], dim=1)
-        if memory is not None:
-            pads = text_mask.new_zeros(len(text_mask), self.num_pads_in_front(memory))
-            text_mask = torch.cat([pads, memory.attention_mask, text_mask], dim=1)
-        # The cache holds a row's pads in front, so only their number matters.
-        return text_mask.sort(dim=1).values
-
     def cache_of_slots(self, memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:
-        """A cache that starts with a memory of key/values, the one given or a new one."""
+        """Return a cache that starts with a memory of key/values, the one given or a new one."""
         return filled_cache(aligned_right(memory, is_full), cache, use_cache)
 
     def cached_slot_mask(self, memory: CompressedContext) -> Tensor:
-        """Which places of such a cache hold slots, `(batch_size, num_places)`."""
+        """Mark the places of such a cache that hold slots, `(batch_size, num_places)`."""
         return memory.attention_mask.sort(dim=1).values
 
     def num_pads_in_front(self, memory: CompressedContext) -> int:
-        """Pads, 0 or 1, that every row needs in front of its slots beside its own; see `pack`."""
+        """Return the pads, 0 or 1, that every row needs in front of its slots beside its own; see `pack`."""
         falls = memory.position_layout == "enhanced" and memory.carrier == "embeddings"
         return int(falls and reads_falling_ids_as_packed(self.config.decoder_config, memory.batch_size))
 
     def num_places(self, memory: CompressedContext | None) -> int:
-        """Places that a memory takes in the cache in front of the text."""
+        """Return the places that a memory takes in the cache in front of the text."""
         return 0 if memory is None else memory.attention_mask.shape[1] + self.num_pads_in_front(memory)
 
     def text_position_offset(self, memory: CompressedContext, input_ids: Tensor, text_mask: Tensor | None) -> Tensor:
-        """Position of each row's first text token (EPL, Tables 2, 3 and 13 to 15).
+        """Return the position of each row's first text token, `(batch_size,)` (EPL, Tables 2, 3 and 13 to 15).
 
-        Args:
-            memory: the slots in front of the text.
-            input_ids: `(batch_size, num_text_tokens)`; under the enhanced layout its first token tells the task.
-            text_mask: `(batch_size, num_text_tokens)`, or `None` for all ones.
-
-        Returns:
-            `(batch_size,)`: the number of slots; under the enhanced layout 0 for a reconstruction, which starts with
-            its own token ([AE]), and the number of context tokens for everything else.
+        It is the number of slots; under the enhanced layout 0 for a reconstruction, which starts with its own token
+        ([AE]), and the number of context tokens for everything else. A `text_mask` of `None` stands for all ones.
         """
         if memory.position_layout != "enhanced":
             return memory.num_slots
@@ -498,12 +493,14 @@ class CompressorModel(CompressorBackbone):
         return memory.num_context_tokens * ~starts_with_ae
 
     def num_in_front(self, input_ids: Tensor) -> int:
-        """Most tokens that a text without pads has in front of the slots; one pass has to read them and the slots."""
+        """Return the most tokens that a text without pads has in front of the slots; one pass has to read them and the
+        slots."""
         moved = self._moves_first(input_ids, torch.ones_like(input_ids))
         return 0 if moved is None else int(moved.sum(dim=1).max())
 
     def _moves_first(self, input_ids: Tensor, text_mask: Tensor) -> Tensor | None:
-        """Which text tokens stand in front of the slots, `(batch_size, num_text_tokens)` bool; `None` for none."""
+        """Mark the text tokens that stand in front of the slots, `(batch_size, num_text_tokens)` bool; `None` for
+        none."""
         opening, bos = self.config.slots_after_ids, self.config.bos_token_id
         if opening:
             return through_first(input_ids, text_mask, opening)
@@ -521,14 +518,3 @@ class CompressorModel(CompressorBackbone):
             task = self.task_embeddings[row].to(embeddings.dtype)
             embeddings = torch.where((input_ids == task_id)[:, :, None], task, embeddings)
         return embeddings
-
-
-def _as_long_as(cache: Cache, attention_mask: Tensor) -> Tensor:
-    """A mask with zeros behind it up to the length of a fixed cache, so that every pass over a token has one shape.
-
-    One compiled graph then serves all of them; the places behind the text are masked by causality already.
-    """
-    if not cache.is_compileable:
-        return attention_mask
-    length = max(layer.max_cache_len for layer in cache.layers)
-    return functional.pad(attention_mask, (0, max(0, length - attention_mask.shape[1])))

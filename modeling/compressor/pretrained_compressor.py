@@ -83,25 +83,25 @@ class CompressorPreTrainedModel(CheckpointedModel):
         Args:
             base: Hub repository or folder of a causal language model. A base that `pretrained_base` has fetched is
                 taken from its cache.
-            encoder: Hub repository or folder of another language model that encodes, of any width and family, for
-                methods that take an encoder of its own. If it has another tokenizer, contexts are tokenized with that,
-                which is then `encoder_tokenizer` of the model and part of its checkpoints.
+            encoder: Hub repository or folder of another language model that encodes, of any width and family. If it
+                has another tokenizer, contexts are tokenized with that, which is then `encoder_tokenizer` of the model
+                and part of its checkpoints.
             encoder_revision: Revision of `encoder`.
             hub_id: Repository of the base, where `base` is a folder with a copy of it, or with a GGUF file that was
                 made of it: checkpoints then name it, and leave out its weights.
-            adapter: Hub repository or folder of a LoRA adapter that PEFT has trained on the base, such as a reader of
-                full texts: the decoder's own, or one that both sides share, starts as it.
+            adapter: Hub repository or folder of a LoRA adapter that PEFT has trained on the base, as which the
+                decoder's adapter, or a shared one, starts.
             fields: Fields of the method's configuration, and arguments for loading the base: `dtype`,
                 `attn_implementation`, `device_map`, `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`,
-                and `gguf_file`, a GGUF file in the repository or folder, whose weights are dequantised.
+                and `gguf_file`, whose weights are dequantised.
 
         Returns:
             The compressor in evaluation mode: the base's weights, held once, and its own parts at their start values.
 
         Raises:
-            ValueError: a field that the configuration does not have, a value that it does not allow, a base whose
-                logits are more than its LM head's weight (a bias, a scale), or one on several devices or offloaded, or
-                an `adapter` that does not fit.
+            ValueError: an unknown field, a value that it does not allow, a base whose logits are more than its LM
+                head's weight (a bias, a scale), or one on several devices or offloaded, or an `adapter` that does not
+                fit.
         """
         return start_from_base(cls, base, encoder, encoder_revision, hub_id, adapter, fields)
 

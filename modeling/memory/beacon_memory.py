@@ -22,13 +22,11 @@ class BeaconWindow:
 
     Args:
         sources: `(batch_size, num_places)`, the context token at each place; at beacons and pads any.
-        attention_mask: `(batch_size, num_places)`.
-        is_beacon: `(batch_size, num_places)` bool.
+        attention_mask, is_beacon: same shape.
         beacons: `(num_beacons,)`, the places of all beacons in the flattened batch.
         tokens: `(batch_size, num_tokens)`, the places of the context tokens, one behind the other.
         kept: `(batch_size, num_kept)`, on the host: the places whose keys and values stay; behind a row's own, any.
-        num_kept: how many of them are each row's own.
-        num_places: how many places are.
+        num_kept, num_places: each row's own.
     """
 
     sources: Tensor
@@ -48,7 +46,7 @@ def beacon_window(
     num_sinks: int,
     device: torch.device,
 ) -> BeaconWindow:
-    """The next window of each row.
+    """Return the next window of each row.
 
     Args:
         starts: context tokens in front of each row's window.
@@ -88,11 +86,11 @@ def beacon_window(
 
 @dataclass
 class BeaconMemory:
-    """What stays of the windows so far, with keys as they are before their rotation.
+    """Keys and values that stay of the windows so far, with keys as they are before their rotation.
 
     Args:
         key_values: for each layer keys and values `(batch_size, num_heads, num_slots, head_dim)`, left-aligned.
-        num_slots: how many of them are each row's own.
+        num_slots: each row's own.
         inverse_frequencies: of the base's rotary positions, `(head_dim / 2,)`; `None` where keys have none.
     """
 
@@ -112,13 +110,8 @@ class BeaconMemory:
         return self._moved(self.key_values, torch.arange(self.width)[None])
 
     def with_window(self, key_values: KeyValues, position_ids: Tensor, num_kept: Sequence[int]) -> BeaconMemory:
-        """The memory with what stays of one more window behind it.
-
-        Args:
-            key_values: of each layer, left-aligned, keys rotated at `position_ids`.
-            position_ids: `(batch_size, num_kept)`, on the host.
-            num_kept: how many are each row's own.
-        """
+        """Return the memory with `num_kept` keys and values of one more window behind it, rotated at
+        `position_ids`."""
         width, added = self.width, max(num_kept)
         new = self._moved(key_values, -position_ids) if added else key_values
         num_slots = [old + count for old, count in zip(self.num_slots, num_kept, strict=True)]
@@ -127,7 +120,8 @@ class BeaconMemory:
             for layer in zip(self.key_values, new, strict=True)
         ]
         if max(num_slots) < width + added or min(num_slots) < max(num_slots):
-            is_slot = [_first(counts, n) for counts, n in ((self.num_slots, width), (num_kept, added))]
+            numbers = ((self.num_slots, width), (num_kept, added))
+            is_slot = [torch.arange(size) < torch.tensor(counts)[:, None] for counts, size in numbers]
             order = torch.cat(is_slot, dim=1).long().argsort(dim=1, stable=True, descending=True)[:, : max(num_slots)]
             order = order.to(pairs[0][0].device)
             pairs = [tuple(take_places(part, order, dim=2) for part in layer) for layer in pairs]
@@ -149,7 +143,3 @@ class BeaconMemory:
             return key_values
         tables = rotation(offsets, self.inverse_frequencies, key_values[0][0])
         return tuple((rotated(keys, tables), values) for keys, values in key_values)
-
-
-def _first(counts: Sequence[int], width: int) -> Tensor:
-    return torch.arange(width) < torch.tensor(counts)[:, None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What carries a memory: embeddings, or keys and values of each layer, and beside integers their scales.
+"""The tensors that carry a memory: embeddings, or keys and values of each layer, and beside integers their scales.
 
 A memory is a `CompressedContext`, whose file imports this one, so that this one cannot name the class.
 """

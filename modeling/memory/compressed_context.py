@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compressor makes of a context: slots or key/values, with all that a decoder needs to read them."""
+"""The memory of a context: slots or key/values, with all that a decoder needs to read them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from ...configuration.nearest_names import check_choice
 from .carriers import (
     PAIR_FIELDS,
     KeyValues,
-    carrier_tensors,
     check_range,
     dequantized_fields,
     key_values_name,
@@ -141,25 +140,21 @@ class CompressedContext:
         return self.rows(index)
 
     def validate(self, finite: bool = False) -> None:
-        """Check types, shapes and values of all fields.
+        """Check types, shapes and values of all fields: `TypeError` and `ValueError` name the wrong one.
 
         Args:
-            finite: Refuse NaN and infinite values in what carries the memory, too, as saving, loading and reading do.
-
-        Raises:
-            TypeError: A field has the wrong type or dtype.
-            ValueError: The shapes do not fit together, or a value is out of range.
+            finite: Refuse NaN and infinite values, too, as saving, loading and reading do.
         """
         check_memory_fields(self, finite)
 
     @property
     def carrier(self) -> str:
-        """What carries the memory, "embeddings" or "key_values"."""
+        """The memory's form, "embeddings" or "key_values"."""
         return "embeddings" if self.key_values is None else "key_values"
 
     @property
     def carrier_name(self) -> str:
-        """What carries the memory and how wide it is, in words."""
+        """The memory's form and width in words."""
         if self.embeddings is not None:
             return f"embeddings of width {width_of(self.embeddings)}"
         layers = self.key_values or ()
@@ -177,13 +172,13 @@ class CompressedContext:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The tensors' device."""
         return self.attention_mask.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the embeddings, or of the values: floating-point, or an integer type of a quantised memory."""
-        return carrier_tensors(self)[-1].dtype
+        return (self.key_values[-1][1] if self.embeddings is None else self.embeddings).dtype  # type: ignore[index]
 
     @property
     def quantization(self) -> str | None:
@@ -197,7 +192,7 @@ class CompressedContext:
         return num_bytes(self)
 
     def quantize(self, quantization: str) -> CompressedContext:
-        """The memory in 8, 4 or 2 bits for each value, for keeping: models read it as any other.
+        """Return the memory in 8, 4 or 2 bits for each value, for keeping: models read it as any other.
 
         Blocks of up to 128 neighbours in a slot have a float16 scale each, see [`quantize_tensor`]; the keys of "int2"
         have 4 bits. No gradient flows through it.
@@ -205,12 +200,9 @@ class CompressedContext:
         Args:
             quantization: "int8", "int4" or "int2".
 
-        Returns:
-            A new memory; this one, if it is in that form already.
-
         Raises:
-            ValueError: Another form, one of another form already, "int4" and an odd width or "int2" and one that 8
-                does not divide, or values that are not finite or too large for float16 scales.
+            ValueError: Another form, a memory in another form already, a width that does not fill the integers, or
+                values that are not finite or too large for float16 scales.
         """
         check_choice("quantization", quantization, tuple(QUANTIZATIONS))
         if self.quantization == quantization:
@@ -223,15 +215,7 @@ class CompressedContext:
         return replace(self, check=False, **quantized_fields(self, quantization))
 
     def dequantize(self, dtype: torch.dtype | str = torch.float32) -> CompressedContext:
-        """The memory in a floating-point type; of one that is not quantised the same as `to(dtype=dtype)`.
-
-        Args:
-            dtype: The type, or its name.
-
-        Raises:
-            TypeError: `dtype` is no floating-point type.
-            ValueError: A value does not fit in it.
-        """
+        """Return the memory in a floating-point type; the same as `to(dtype=dtype)`."""
         return self.to(dtype=dtype)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -241,8 +225,7 @@ class CompressedContext:
             path: The file; missing folders are made, an existing file is replaced, a link by the file.
 
         Raises:
-            ValueError: The memory has no `model_id` (it was made in training mode) or values that are not finite, or
-                the path is a folder or another thing that is no file.
+            ValueError: No `model_id` (made in training mode), values that are not finite, or a path that is no file.
         """
         if not self.model_id:
             raise ValueError(
@@ -269,12 +252,8 @@ class CompressedContext:
             model_id: Refuse a memory of any other model.
             hidden_size: Refuse anything but embeddings of this width.
             device: Where to put the tensors; host memory if not given.
-            dtype: Floating-point type, or its name, to convert the carrier to, quantised or not; as saved if not
-                given.
+            dtype: Floating-point type, or its name, of the memory, quantised or not; as saved if not given.
             key_value_shape: `(num_layers, num_key_value_heads, head_dim)`; refuse anything else.
-
-        Returns:
-            The memory.
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -301,20 +280,17 @@ class CompressedContext:
     def to(
         self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | str | None = None
     ) -> CompressedContext:
-        """The memory on another device or in another floating-point type; masks, ids and frequencies keep theirs.
+        """Return the memory on another device or in another floating-point type; tensors that need no change are
+        shared.
 
         Args:
             device: Where to put the tensors, or the dtype alone.
-            dtype: Type of the carrier, float16, bfloat16, float32 or float64, or its name; a quantised memory is
-                dequantised.
-
-        Returns:
-            A new memory; tensors that need no change are shared.
+            dtype: float16, bfloat16, float32 or float64, or its name; a quantised memory is dequantised.
 
         Raises:
             TypeError: `dtype` is none of these types.
-            ValueError: A finite value of the carrier does not fit in `dtype` (slots can be far larger than token
-                embeddings, and float16 ends at 65504).
+            ValueError: A finite value does not fit in `dtype` (slots can be far larger than token embeddings, and
+                float16 ends at 65504).
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
@@ -335,16 +311,11 @@ class CompressedContext:
         return self._replace(fields, lambda tensor: tensor.to(device=device))
 
     def rows(self, index: int | slice | Sequence[int] | Tensor) -> CompressedContext:
-        """Some of the rows, without the padding slots that none of them needs.
+        """Return some of the rows, without the padding slots that none of them needs; `IndexError` for one outside the
+        batch.
 
         Args:
             index: An int (one row, still a batch), a slice, a list of ints, or a tensor of ints or bools.
-
-        Returns:
-            A new memory.
-
-        Raises:
-            IndexError: A row outside the batch.
         """
         if isinstance(index, slice):
             index = range(self.batch_size)[index]
@@ -356,56 +327,43 @@ class CompressedContext:
         return self._replace(fields, lambda tensor: tensor[index] if tensor.dim() == 1 else tensor[index, :length])
 
     def repeat_interleave(self, repeats: int) -> CompressedContext:
-        """Each row `repeats` times in a row, as beams and several samples of one question need it.
-
-        Args:
-            repeats: Copies of each row, one or more.
-
-        Returns:
-            A new memory of `batch_size * repeats` rows.
-        """
+        """Return a memory with each row `repeats` times in a row, as beams and several samples of one question need
+        it."""
         fields = map_carrier(self, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
         return self._replace(fields, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def at_ratio(self, ratio: int) -> CompressedContext:
-        """The memory of the same contexts at a coarser ratio, as `compress` would have made it, without a model.
+        """Return the memory of the same contexts at a coarser ratio, as `compress` would have made it, without a
+        model.
 
-        Ranked key/values, and KVzip's with shared budgets, are ranked by one reading, whatever the ratio is: what a
-        coarse memory keeps is in every finer one, quantised or not. A part of a joined memory that is coarser already
-        stays as it is, and where that makes a difference each row gets its common ratio, as in `concatenate`.
+        Ranked key/values, and KVzip's with shared budgets, are ranked by one reading, whatever the ratio is: a finer
+        memory holds every coarser one, quantised or not. A part of a joined memory that is coarser already stays as it
+        is, and where that makes a difference each row gets its common ratio, as in `concatenate`.
 
         Args:
             ratio: Context tokens per slot, from the memory's own, which gives back the memory itself, to 255.
 
-        Returns:
-            A new memory.
-
         Raises:
             TypeError: `ratio` is no int.
-            ValueError: A finer ratio than the memory's in some row, one above 255, or another than its own for a
-                memory without `coarsest_ratios`: of another method, or of an earlier version.
+            ValueError: A finer ratio than the memory's, one above 255, or another than its own for a memory without
+                `coarsest_ratios`.
         """
         return coarser_memory(self, ratio)
 
     @staticmethod
     def concatenate(memories: Iterable[CompressedContext]) -> CompressedContext:
-        """Memories of several documents as one memory, in order, row beside row (EPL, sections 3.1.1 and 3.2.2).
+        """Join memories of several documents into one, in order, row beside row (EPL, sections 3.1.1 and 3.2.2).
 
         Slots of a row are packed without gaps. Embeddings of the default and uniform layouts are numbered from 0 on.
         Embeddings of the enhanced layout, and key/values of the uniform and enhanced layouts, move on by the number of
         context tokens before them, and keys are rotated on by as much; the ids of default key/values repeat. Documents
         of different ratios get their common ratio, `ceil(context tokens / slots)` of each row.
 
-        Nothing is rounded a second time: embeddings in one quantised form are joined as they are; where forms differ,
-        and for key/values, whose keys move, the result is dequantised, in the floating-point type of those that have
-        one, or float32.
+        Joining never re-quantises: embeddings in one form stay in it; mixed forms, and key/values, whose keys move,
+        are dequantised, to the floating-point type of those that have one, or float32.
 
         Args:
-            memories: Memories of one model with the same batch size, carrier, width, dtype, device and layout; some or
-                all of them quantised.
-
-        Returns:
-            A new memory.
+            memories: Memories of one model with the same batch size, carrier, width, dtype, device and layout.
 
         Raises:
             TypeError: Something else than a `CompressedContext`.
@@ -415,17 +373,12 @@ class CompressedContext:
 
     @staticmethod
     def stack(memories: Iterable[CompressedContext]) -> CompressedContext:
-        """The rows of several memories as one batch, in order, each with its own slots.
+        """Return the rows of several memories as one batch, in order, each with its own slots.
 
-        Quantised memories of one form stay as they are; where forms differ the result is dequantised, in the
-        floating-point type of those that have one, or float32.
+        Quantised memories of one form stay as they are; mixed forms are dequantised, as in `concatenate`.
 
         Args:
-            memories: Memories of one model with the same carrier, width, dtype, device and layout; some or all of them
-                quantised.
-
-        Returns:
-            A new memory.
+            memories: Memories of one model with the same carrier, width, dtype, device and layout.
 
         Raises:
             TypeError: Something else than a `CompressedContext`.
@@ -440,22 +393,22 @@ class CompressedContext:
         model: Any = None,
         encoding: str | None = None,
     ) -> Tensor | str:
-        """Memory and text as one prompt of embeddings, for a server of the decoder alone (vLLM's `prompt_embeds`).
+        """Return memory and text as one prompt of embeddings, for a server of the decoder alone (vLLM's
+        `prompt_embeds`).
 
         Args:
             tokenizer: The tokenizer saved with the checkpoint.
-            messages: A question, or messages with `role` and `content`; one message of the user is a question. `None`:
-                the slots alone, a part of a chat message that the server puts into its chat template.
-            model: The compressor, whose embeddings the text gets; the memory's maker if not given. A memory that was
-                loaded from a file has none, and without a text needs none.
-            encoding: "base64" for the text that a request carries: the tensor as `torch.save` writes it, in base64.
+            messages: A question, or messages with `role` and `content`. `None`: the slots alone, a part of a chat
+                message that the server puts into its chat template.
+            model: The compressor, whose embeddings the text gets; the memory's maker if not given.
+            encoding: "base64" for the text of a request: the tensor as `torch.save` writes it, in base64.
 
         Returns:
             `(num_slots + num_text_tokens, hidden_size)`, or that text.
 
         Raises:
             ValueError: A text and no model, more than one row, another model's memory, key/values, positions that are
-                not contiguous (the enhanced layout), a decoder that scales or cross-attends, or an unknown encoding.
+                not contiguous (the enhanced layout), or a decoder that scales or cross-attends.
         """
         if encoding not in (None, "base64"):
             raise ValueError(f"encoding must be None or 'base64', got {encoding!r}")

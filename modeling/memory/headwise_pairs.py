@@ -24,13 +24,8 @@ _MOST_RATIO = torch.iinfo(torch.uint8).max
 
 @dataclass
 class HeadwisePairs:
-    """What stays of contexts where heads keep unlike numbers of pairs.
-
-    Args:
-        key_values: for each layer keys and values `(batch_size, num_heads, num_slots, head_dim)`.
-        head_ids: `(batch_size, num_slots, num_layers * num_heads)`, see `CompressedContext`.
-        coarsest_ratios: same shape, likewise.
-    """
+    """Pairs that stay of contexts where heads keep unlike numbers of them; the fields are those of
+    `CompressedContext`."""
 
     key_values: KeyValues
     head_ids: Tensor
@@ -47,16 +42,13 @@ class HeadwisePairs:
 
 
 def kept_pairs(key_values: KeyValues, scores: Tensor, mask: Tensor, counts: Sequence[int]) -> HeadwisePairs:
-    """The pairs of highest score, of all heads of all layers together; of equal ones the first.
+    """Keep the pairs of highest score, of all heads of all layers together; of equal ones the first.
 
     Args:
         key_values: for each layer keys and values `(batch_size, num_heads, num_places, head_dim)`.
         scores: `(batch_size, num_layers * num_heads, num_places)`.
         mask: `(batch_size, num_places)`, places that may stay.
         counts: slots of each row, each of as many pairs as there are heads in all layers.
-
-    Returns:
-        The pairs, zeros at padding slots.
     """
     num_heads, num_places = scores.shape[1:]
     order = scores.masked_fill(mask[:, None] == 0, -torch.inf).flatten(1).argsort(dim=1, descending=True, stable=True)
@@ -81,7 +73,15 @@ def coarser_memory(memory: Any, ratio: int) -> Any:
     is_nested = memory.coarsest_ratios is not None and not isinstance(memory.ratio, int)
     if not is_nested and bool((torch.as_tensor(memory.ratio) == ratio).all()):
         return memory
-    _check_coarser_ratio(memory, ratio)
+    finest = int(torch.as_tensor(memory.ratio).max()) if len(memory) else 1
+    if memory.coarsest_ratios is None:
+        raise ValueError(
+            f"`ratio` must be {torch.as_tensor(memory.ratio).tolist()}, the memory's own, got {ratio}: what a "
+            "coarser one keeps is known of memories of ranked key/values, and of KVzip with shared budgets; compress "
+            "the context at that ratio"
+        )
+    if not finest <= ratio <= _MOST_RATIO:
+        raise ValueError(f"`ratio` must be from {finest}, the memory's own, to {_MOST_RATIO}, got {ratio}")
     # Slots of one chunk have one position.
     places = memory.position_ids
     chunks = (places.diff(dim=1, prepend=places[:, :1]) != 0).cumsum(dim=1)
@@ -106,20 +106,8 @@ def coarser_memory(memory: Any, ratio: int) -> Any:
     )
 
 
-def _check_coarser_ratio(memory: Any, ratio: int) -> None:
-    finest = int(torch.as_tensor(memory.ratio).max()) if len(memory) else 1
-    if memory.coarsest_ratios is None:
-        raise ValueError(
-            f"`ratio` must be {torch.as_tensor(memory.ratio).tolist()}, the memory's own, got {ratio}: what a "
-            "coarser one keeps is known of memories of ranked key/values, and of KVzip with shared budgets; compress "
-            "the context at that ratio"
-        )
-    if not finest <= ratio <= _MOST_RATIO:
-        raise ValueError(f"`ratio` must be from {finest}, the memory's own, to {_MOST_RATIO}, got {ratio}")
-
-
 def _chosen(is_kept: Tensor, chunks: Tensor, is_real: Tensor) -> Tensor:
-    """Which pair stands in each place of a memory: chunk by chunk, there head by head.
+    """Return the pair that stands in each place of a memory: chunk by chunk, there head by head.
 
     Args:
         is_kept: `(batch_size, num_heads, num_places)` bool, in each chunk a multiple of `num_heads`.

@@ -185,7 +185,7 @@ def key_value_shape(config: Any) -> tuple[int, int, int]:
 
 
 def position_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes that keys and values of one position take in a language model's cache, over all layers and heads."""
+    """Return the bytes of one position's keys and values in a language model's cache, over all layers and heads."""
     layers, heads, head_dim = key_value_shape(config)
     return 2 * layers * heads * head_dim * dtype.itemsize
 
@@ -209,14 +209,7 @@ def check_has_key_values(config: Any) -> None:
 
 
 def check_same_key_values(config: Any) -> None:
-    """An encoder whose keys and values the decoder reads must have the decoder's layers, heads and head dimension.
-
-    Args:
-        config: a compressor's.
-
-    Raises:
-        ValueError: with both.
-    """
+    """Raise `ValueError` unless a compressor's encoder has the decoder's layers, heads and head dimension."""
     shapes = [key_value_shape(part) for part in (config.get_encoder_config(), config.decoder_config)]
     if shapes[0] != shapes[1]:
         raise ValueError(
@@ -233,11 +226,7 @@ def sliding_window(config: Any) -> int | None:
 
 
 def check_sliding_window(config: Any, num_slots: int, num_text_tokens: int) -> None:
-    """Slots and text must fit into a sliding window: keys and values stand in front of the text at every layer.
-
-    Raises:
-        ValueError: with both numbers and the window.
-    """
+    """Raise `ValueError` unless slots of keys and values and the text behind them fit into a sliding window."""
     window = sliding_window(config)
     if window is not None and num_slots + num_text_tokens > window:
         raise ValueError(

@@ -27,7 +27,10 @@ def concatenate_memories(given: Iterable[Memory]) -> Memory:
     first = memories[0]
     if len(memories) == 1:
         return first
-    mask, order = _packing_order([memory.attention_mask for memory in memories])
+    joined = torch.cat([memory.attention_mask for memory in memories], dim=1)
+    num_slots = int(joined.sum(dim=1).max()) if joined.numel() else 0
+    order = joined.argsort(dim=1, descending=True, stable=True)[:, :num_slots]
+    mask = joined.gather(1, order)
     context_counts = torch.stack([memory.num_context_tokens for memory in memories])
     offsets = context_counts.cumsum(dim=0) - context_counts
     is_moved = first.position_layout == "enhanced" or (
@@ -107,11 +110,9 @@ def _listed(how: str, memories: Any) -> list[Memory]:
 
 
 def _in_one_form(memories: Sequence[Memory], keeps_keys: bool) -> Sequence[Memory]:
-    """Memories that are joined without rounding anything again: dequantised where their forms differ.
+    """Return memories that are joined without rounding anything again: dequantised where their forms differ.
 
-    Args:
-        memories: some or all of them quantised.
-        keeps_keys: whether quantised key/values of one form stay as they are.
+    `keeps_keys` says that quantised key/values of one form stay as they are.
     """
     dtypes = dict.fromkeys(memory.dtype for memory in memories)
     quantized = [dtype for dtype in dtypes if quantization_of(dtype)]
@@ -158,14 +159,6 @@ def _check_fit(how: str, memories: Sequence[Memory]) -> None:
 def _questions(memory: Memory) -> list[int] | None:
     fingerprints = memory.question_fingerprints
     return None if fingerprints is None else fingerprints.tolist()
-
-
-def _packing_order(masks: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The packed mask `(batch_size, num_slots)`, and where each of its slots stands in the joined rows."""
-    joined = torch.cat(masks, dim=1)
-    length = int(joined.sum(dim=1).max()) if joined.numel() else 0
-    order = joined.argsort(dim=1, descending=True, stable=True)[:, :length]
-    return joined.gather(1, order), order
 
 
 def _packed(slots: Tensor, order: Tensor, mask: Tensor, slot_dim: int) -> Tensor:

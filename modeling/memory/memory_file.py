@@ -66,16 +66,8 @@ def fields_of_file(tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict
 
 
 def write_memory_file(path: str | os.PathLike, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write tensors and metadata to a safetensors file at once or not at all.
-
-    Args:
-        path: The file; missing folders are made, an existing file is replaced.
-        tensors: Tensors by name.
-        metadata: Strings by name, kept in the file's header.
-
-    Raises:
-        ValueError: The path is a folder, a pipe or another thing that is no file.
-    """
+    """Write tensors and metadata to a safetensors file at once or not at all; `ValueError` for a path that is no
+    file."""
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -116,18 +108,12 @@ def _in_order(header_bytes: bytes) -> bytes:
 
 
 def read_memory_file(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a file of `write_memory_file` after checking every byte of it.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The tensors by name, in host memory, and the metadata.
+    """Read tensors and metadata of a file of `write_memory_file` after checking every byte of it.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The path is a folder, a pipe or the like, or the file is no memory file, is truncated, was altered,
-            or has a format version that this code does not know.
+        ValueError: The file is no memory file, truncated, altered, or of a format version that this code does not
+            know.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

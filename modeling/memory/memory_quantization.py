@@ -63,7 +63,7 @@ def num_blocks(width: int) -> int:
 
 
 def quantize_tensor(tensor: Tensor, mask: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """A carrier tensor as integers and scales, without gradients; zeros at padding slots.
+    """Return a carrier tensor as integers and scales, without gradients; zeros at padding slots.
 
     Args:
         tensor: `(batch_size, num_slots, width)` or `(batch_size, num_heads, num_slots, width)`.
@@ -71,11 +71,8 @@ def quantize_tensor(tensor: Tensor, mask: Tensor, bits: int) -> tuple[Tensor, Te
         bits: 8, 4 or 2.
 
     Returns:
-        Of 8 bits int8 of the same shape, of 4 uint8 and two values in each, of 2 int16 and eight values in each, the
-        first in the lowest bits, all from 0 on; and the float16 scales `(..., num_slots, num_blocks)`.
-
-    Raises:
-        ValueError: a width that does not fill the integers, or values too large for a float16 scale.
+        Of 8 bits int8, of 4 uint8 with two values in each, of 2 int16 with eight values in each, the first in the
+        lowest bits, all from 0 on; and the float16 scales `(..., num_slots, num_blocks)`.
     """
     per_item, half, width = values_per_item(bits), 1 << (bits - 1), tensor.shape[-1]
     if width % per_item:
@@ -101,12 +98,7 @@ def quantize_tensor(tensor: Tensor, mask: Tensor, bits: int) -> tuple[Tensor, Te
 
 
 def dequantize_tensor(items: Tensor, scales: Tensor) -> Tensor:
-    """The float32 values that `quantize_tensor` stands for.
-
-    Args:
-        items: as it returned them.
-        scales: likewise.
-    """
+    """Return the float32 values that the items and scales of `quantize_tensor` stand for."""
     bits = _BITS[items.dtype]
     codes = items.to(torch.int32)[..., None] >> _shifts(bits, items.device) & (1 << bits) - 1
     levels = codes.flatten(-2).float() - ((1 << (bits - 1)) - 0.5)

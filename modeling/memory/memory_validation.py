@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fields of a memory must be like: checked where one is made by hand, loaded, saved or read."""
+"""Checks of a memory's fields, where one is made by hand, loaded, saved or read."""
 
 from __future__ import annotations
 
@@ -21,16 +21,7 @@ def is_memory(value: Any) -> bool:
 
 
 def check_memory_fields(memory: Any, finite: bool = False) -> None:
-    """Check types, shapes and values of a memory's fields.
-
-    Args:
-        memory: a `CompressedContext`. Its file imports this one, so this one cannot name the class.
-        finite: Refuse NaN and infinite values in what carries the memory, too.
-
-    Raises:
-        TypeError: A field has the wrong type or dtype.
-        ValueError: The shapes do not fit together, or a value is out of range.
-    """
+    """Check types, shapes and values of the fields of a `CompressedContext`; see its `validate`."""
     if (memory.embeddings is None) == (memory.key_values is None):
         raise ValueError("a CompressedContext holds either embeddings or key_values, exactly one of them")
     tensors, scales = _checked_carrier(memory), scale_tensors(memory)

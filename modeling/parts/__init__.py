@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods are built of: pooling, transport, alignment, layouts, adapters, packing, prompts."""
+"""Parts of methods: pooling, transport, layouts, adapters, packing, prompts."""

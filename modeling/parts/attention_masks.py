@@ -103,18 +103,14 @@ def seeing_mask(
     inputs_embeds: Tensor | None = None,
     **inputs: Any,
 ) -> Any:
-    """The mask of a pass as the backbone would make it, with queries that see nothing seeing something.
+    """Return the mask of a pass as the backbone would make it, with queries that see nothing seeing something.
 
-    What these queries compute is never read. The mask is returned as it is where it has four dimensions already, and
-    where the attention removes pads (FlashAttention).
+    It is returned as it is where it has four dimensions already, and where the attention removes pads
+    (FlashAttention).
 
     Args:
         attention_mask: `(batch_size, num_keys)`, one for real tokens.
-        input_ids: `(batch_size, num_queries)`, or else `inputs_embeds`.
-        inputs_embeds: `(batch_size, num_queries, hidden_size)`.
-
-    Returns:
-        A mask in the form of the attention implementation, by kind of layer where there are several.
+        input_ids: `(batch_size, num_queries)`, or else `inputs_embeds` `(batch_size, num_queries, hidden_size)`.
     """
     config, cache = backbone.config, inputs.get(CACHE)
     states: Any = input_ids if inputs_embeds is None else inputs_embeds
@@ -160,10 +156,9 @@ def with_sight(mask: Any, offset: int | Tensor = 0) -> Any:
 
 
 def mask_for(config: Any, visible: Tensor, near: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-    """Who sees whom, in the form that a backbone takes.
+    """Return a mask `(num_rows, num_places, num_places)` of visible places in the form that a backbone takes.
 
-    Args:
-        visible: `(num_rows, num_places, num_places)` bool, in layers that see everything.
+    `near` is that of layers with a sliding window.
     """
     full, near = (_attention_bias(mask, config, dtype) for mask in (visible, near))
     if getattr(config, "layer_types", None):

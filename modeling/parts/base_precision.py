@@ -7,7 +7,7 @@ A map's input and weight must have one type. Adapters and method parts see to th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,24 +42,21 @@ def weights_of(module: nn.Module) -> Iterator[Tensor]:
         yield from (weight for weight in weights.values() if weight is not None)
 
 
-def in_base_precision(backbone: nn.Module, within: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """`within`, and autocasting to the type of the backbone's frozen weights if those that train have another."""
+def in_base_precision(backbone: nn.Module) -> AbstractContextManager[Any]:
+    """Autocast to the type of the backbone's frozen weights inside this block, if those that train have another."""
     weights = backbone.__dict__.get(_WEIGHTS)
     if weights is None:
-        return within
+        return nullcontext()
     trained, frozen = (getattr(module, name) for module, name in weights)
     if trained.dtype == frozen.dtype or torch.is_autocast_enabled(frozen.device.type):
-        return within
+        return nullcontext()
     # Autocast's cache of cast weights is one for all threads: one made without gradients would serve a training step.
-    return _both(within, torch.autocast(frozen.device.type, dtype=frozen.dtype, cache_enabled=False))
+    return torch.autocast(frozen.device.type, dtype=frozen.dtype, cache_enabled=False)
 
 
 def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
-    """Hidden states in the type of an LM head's weight, which may train or be frozen apart from the backbone.
-
-    Args:
-        states: `(..., hidden_size)`.
-    """
+    """Return hidden states in the type of an LM head's weight, which may train or be frozen apart from the
+    backbone."""
     weight: Any = getattr(head, "weight", None)
     # A quantized map sees to it by itself.
     is_plain = weight is not None and weight.is_floating_point() and weight.dtype.itemsize > 1
@@ -67,22 +64,13 @@ def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
 
 
 def head_logits(head: nn.Module, states: Tensor) -> Tensor:
-    """Logits `(..., vocab_size)` of hidden states.
+    """Return logits `(..., vocab_size)` of hidden states `(..., hidden_size)`.
 
-    They are multiplied as rows: a slice of states, such as the last ones of each text, torch would multiply by frozen
-    weights text by text, which on a CPU in bfloat16 takes many times as long.
-
-    Args:
-        states: `(..., hidden_size)`.
+    States are multiplied as rows: torch would multiply a slice, such as the last ones of each text, by frozen weights
+    text by text, which on a CPU in bfloat16 takes many times as long.
     """
     logits = head(as_head_takes(head, states.reshape(-1, states.shape[-1])))
     return logits.view(*states.shape[:-1], logits.shape[-1])
-
-
-@contextmanager
-def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
-    with first, second:
-        yield
 
 
 class Float32Linear(nn.Linear):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the installed version of transformers calls a cache of keys and values."""
+"""The name that the installed version of transformers has for a cache of keys and values."""
 
 from __future__ import annotations
 

@@ -120,5 +120,5 @@ def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def before_answer(prompt: str, prompt_format: str) -> str:
-    """What stands between a prompt and its answer: a space, or nothing where a line or a turn of a chat starts."""
+    """Return what separates a prompt from its answer: a space, or nothing where a line or a turn of a chat starts."""
     return "" if prompt_format == "chat" or prompt.endswith("\n") else " "

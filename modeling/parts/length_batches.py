@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 # So few that they are not worth another pass.
 _FREE_PADS = 512
@@ -16,8 +16,10 @@ def length_batches(
     batch_tokens: int | None = None,
     most_padding: float = math.inf,
     counts: Sequence[int] | None = None,
+    in_order: bool = False,
 ) -> list[list[int]]:
-    """Cut rows into batches by length, the longest first: what does not fit is found at once.
+    """Cut rows into batches by length, the longest first, and return the rows of each: what does not fit is found at
+    once.
 
     Args:
         lengths: tokens of each row.
@@ -25,28 +27,9 @@ def length_batches(
         batch_tokens: tokens in a batch at most, pads included; a longer row is a batch of its own.
         most_padding: pads in a batch for each token at most, but for 512 pads, which take no time.
         counts: for how many rows each stands; those of one are never parted, and may alone be more than `batch_size`.
-
-    Returns:
-        For each batch the indices of its rows, in their order.
+        in_order: whether batches are of neighbours.
     """
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    batches = _cut(order, lengths, batch_size, batch_tokens, most_padding, counts)
-    return [sorted(batch) for batch in batches]
-
-
-def batches_in_order(lengths: Sequence[int], batch_size: int, most_padding: float) -> list[list[int]]:
-    """Cut rows into batches of neighbours; arguments as of `length_batches`."""
-    return _cut(range(len(lengths)), lengths, batch_size, None, most_padding)
-
-
-def _cut(
-    order: Iterable[int],
-    lengths: Sequence[int],
-    batch_size: int | None,
-    batch_tokens: int | None,
-    most_padding: float,
-    counts: Sequence[int] | None = None,
-) -> list[list[int]]:
+    order = range(len(lengths)) if in_order else sorted(range(len(lengths)), key=lambda row: -lengths[row])
     batches: list[list[int]] = []
     size = longest = total = 0
     for row in order:
@@ -60,4 +43,4 @@ def _cut(
                 continue
         batches.append([row])
         size, longest, total = count, lengths[row], count * lengths[row]
-    return batches
+    return [sorted(batch) for batch in batches]

@@ -27,7 +27,7 @@ PASSES = "_context_compressor_passes"
 
 
 class Passes(threading.local):
-    """Which adapters, or maps in place of the base's, are active in this thread's pass; `None` where it makes none.
+    """The adapters, or maps in place of the base's, of this thread's pass; `None` where it makes none.
 
     Not a `ContextVar`: `torch.compile` can trace this one, if the attribute that it writes is there before.
     """
@@ -73,16 +73,13 @@ class AdaptedByPass:
         names = self.active_adapters if adapter_names is None else adapter_names
         super().merge(safe_merge, [name for name in names if name not in OWN_ADAPTERS])  # type: ignore[misc]
 
-    def merge_own(self, names: list[str]) -> None:
-        super().merge(safe_merge=True, adapter_names=names)  # type: ignore[misc]
-
     def enable_adapters(self, enabled: bool) -> None:
         if not enabled and self.merged:
             self.unmerge()
         super().enable_adapters(enabled)  # type: ignore[misc]
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: Any) -> Any:
-        """What PEFT puts in this layer's place when it takes its adapters out: the layer with this project's own."""
+        """Return the layer with this project's own adapters, in whose place PEFT would put the bare map."""
         if merge:
             self.merge(safe_merge, adapter_names)
         foreign = [name for name in self.lora_A if name not in OWN_ADAPTERS]
@@ -200,11 +197,10 @@ def activated(passes: Passes, names: Any) -> Iterator[None]:
 
 
 def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[None]:
-    """Make `name`, and one that is shared, the only active adapters of this project inside `model`, in this thread
-    and a `with` block.
+    """Activate `name`, and a shared adapter, alone of this project's in `model`, in this thread and a `with` block.
 
-    Adapters that somebody else put there (e.g. `peft.get_peft_model` over the compressor) stay active, unless that
-    somebody has switched them off. `None`: none of this project's adapters is active.
+    Adapters of somebody else (e.g. `peft.get_peft_model` over the compressor) stay active, unless they were switched
+    off. `None`: none of this project's adapters is active.
     """
     found: Any = getattr(model, PASSES, None)
     if found is None:
@@ -225,11 +221,6 @@ class CheckpointWithAdapters:
     Plain checkpointing recomputes a layer with whatever adapter is active during backward, which is silently wrong
     when encoder and decoder share their base. It is always non-reentrant: reentrant checkpointing would lose the
     gradients of a frozen base's adapters.
-
-    Args:
-        model: the model that is checkpointed.
-        checkpoint: what runs a function and keeps its inputs alone, `torch.utils.checkpoint.checkpoint` with any
-            settings, `use_reentrant` aside; or a wrapper of it that keeps them elsewhere.
     """
 
     def __init__(self, model: nn.Module, checkpoint: Callable[..., Any]):
@@ -261,7 +252,7 @@ def merge_lora(model: nn.Module, name: str) -> None:
     """Add the adapter `name`, and one that is shared, to the weights it sits on, and take all LoRA layers out."""
     for path, layer in [(path, module) for path, module in model.named_modules() if hasattr(module, "lora_A")]:
         if names := [own for own in (name, SHARED) if own in layer.lora_A]:
-            layer.merge_own(names)
+            layer.adapted_class.merge(layer, safe_merge=True, adapter_names=names)
         parent, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(parent), attribute, layer.get_base_layer())
     if hasattr(model, PASSES):

@@ -24,9 +24,7 @@ class PackedSequence:
         attention_mask: `(batch_size, num_slots + num_text_tokens)`, one for real places.
         order: Same shape; the place in `[slots, text]` that each place of a row is taken from. `None`: as it is.
         text_places: `(batch_size, num_text_tokens)`, the place whose state belongs to each text token.
-        pad_in_front: whether every row starts with one more pad, see `pack`.
-        is_full: whether the mask is known to hold ones alone.
-        pads_behind: whether pads stand behind their rows.
+        pad_in_front, is_full, pads_behind: As of [`pack`].
     """
 
     attention_mask: Tensor
@@ -72,16 +70,8 @@ class PackedSequence:
 
 
 def take_places(states: Tensor, places: Tensor, dim: int = 1) -> Tensor:
-    """Whole vectors from some places of each row; like `take_along_dim`, and several times as fast.
-
-    Args:
-        states: `(batch_size, ..., num_places, ...)`.
-        places: `(batch_size, num_taken)`, from 0 on.
-        dim: which dimension of `states` has the places.
-
-    Returns:
-        `(batch_size, ..., num_taken, ...)`.
-    """
+    """Return whole vectors of some places `(batch_size, num_taken)` in dimension `dim`, faster than
+    `take_along_dim`."""
     shape, sizes = [1] * states.dim(), list(states.shape)
     shape[0], shape[dim] = places.shape
     sizes[dim] = places.shape[1]
@@ -100,21 +90,16 @@ def pack(
     """Order slots and text into rows, without a wait for the device.
 
     Text tokens that move in front of the slots (a BOS, the opening of a chat's user turn) are the first of their row.
-    The last of them is followed by slots, so the state that predicts the next text token is the last slot's:
-    `text_places` points there.
+    The last of them is followed by slots, so the state that predicts the next text token is the last slot's.
 
     Args:
         slot_mask: `(batch_size, num_slots)`, one for real slots.
         text_mask: `(batch_size, num_text_tokens)`, one for real tokens.
-        moves_first: `(batch_size, num_text_tokens)` bool, the text tokens that move in front of the slots.
+        moves_first: Same shape, bool, the text tokens that move in front of the slots.
         pad_in_front: whether one more pad stands in front of every row, see `reads_falling_ids_as_packed`.
         is_full: whether both masks are known to hold ones alone; rows in which nothing moves then stay as they are.
-        longest: number of real places of the longest row, if known. Rows are then that wide, not as wide as the most
-            slots and the longest text together.
+        longest: number of real places of the longest row, if known, which is then the rows' width.
         pads_behind: whether pads stand behind their rows, for passes that no cache goes on from.
-
-    Returns:
-        The arrangement.
     """
     if pad_in_front:
         slot_mask = torch.nn.functional.pad(slot_mask, (1, 0))
@@ -146,24 +131,15 @@ def reads_falling_ids_as_packed(config: Any, batch_size: int) -> bool:
 
     FlashAttention does so for a batch of one row without a pad: it drops a mask of ones, and then looks at the ids. A
     pad in front of the row keeps the mask.
-
-    Args:
-        config: the backbone's configuration.
-        batch_size: number of rows.
     """
     return batch_size == 1 and "flash" in (config._attn_implementation or "")
 
 
 def through_first(input_ids: Tensor, text_mask: Tensor, pattern: Sequence[int]) -> Tensor:
-    """Which text tokens stand up to the end of the first occurrence of some token ids in their row.
+    """Mark the text tokens up to the end of the first occurrence of the ids `pattern`, `(batch_size, num_text_tokens)`
+    bool.
 
-    Args:
-        input_ids: `(batch_size, num_text_tokens)`.
-        text_mask: same shape, one for real tokens; pads may stand anywhere.
-        pattern: the ids, one or more.
-
-    Returns:
-        `(batch_size, num_text_tokens)` bool; no token of a row that does not hold them.
+    No token is marked in a row that does not hold them; pads may stand anywhere.
     """
     if input_ids.shape[1] < len(pattern):
         return torch.zeros_like(input_ids, dtype=torch.bool)

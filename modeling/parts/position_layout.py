@@ -17,14 +17,8 @@ def uniform_memory_ids(
 ) -> Tensor:
     """Spread memory tokens evenly over the ids of the context tokens (EPL, Algorithm 1).
 
-    Args:
-        start_id: Id of the first context token, zero or more.
-        num_tokens: Number of context tokens, whose ids run from `start_id`.
-        num_memory_tokens: Number of memory tokens, one or more.
-        device: Where the ids are made.
-
     Returns:
-        A LongTensor of shape `(num_memory_tokens,)`, ascending, within the ids of the context.
+        A LongTensor `(num_memory_tokens,)`, ascending, within the context's ids, which run from `start_id`.
     """
     return _spread_ids(start_id, num_tokens, num_memory_tokens, torch.arange(num_memory_tokens, device=device))
 
@@ -48,15 +42,13 @@ def _spread_ids(
 
 
 def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: str, width: int) -> Tensor:
-    """Return the position ids of many chunks' memory tokens in the encoder (EPL, Tables 1 and 12).
+    """Return the position ids of many chunks' memory tokens in the encoder, `(num_chunks, width)` (EPL, Tables 1 and
+    12).
 
     Args:
         lengths: Number of context tokens of each chunk, `(num_chunks,)`.
-        counts: Number of its memory tokens, `(num_chunks,)`.
+        counts: Number of its memory tokens, `(num_chunks,)`; places behind them hold 0.
         starts: Number of context tokens before it, `(num_chunks,)`; ignored by the default layout.
-
-    Returns:
-        A LongTensor `(num_chunks, width)`; places behind a chunk's own memory tokens hold 0.
     """
     steps = torch.arange(width, device=counts.device)
     lengths, counts, starts = lengths[:, None], counts[:, None], starts[:, None]
@@ -135,27 +127,17 @@ def rotate_keys(keys: Tensor, offsets: Tensor, inverse_frequencies: Tensor) -> T
     """Move keys with rotary positions on to later positions: rotations add up, so `R(p + d) k = R(d) R(p) k`.
 
     Args:
-        keys: Rotated keys whose halves are rotated against each other (Llama's `rotate_half`), of shape
-            `(batch_size, num_heads, num_slots, head_dim)`.
-        offsets: How far each row moves, integers of shape `(batch_size,)`, or each key, `(batch_size, num_slots)`.
+        keys: Rotated keys `(batch_size, num_heads, num_slots, head_dim)` whose halves are rotated against each other
+            (Llama's `rotate_half`); half types are rotated in float32.
+        offsets: How far each row moves, integers `(batch_size,)`, or each key, `(batch_size, num_slots)`.
         inverse_frequencies: Angle per position of each pair of channels, `(head_dim / 2,)`.
-
-    Returns:
-        Keys of the same shape and dtype; half types are rotated in float32.
     """
     return rotated(keys, rotation(offsets, inverse_frequencies, keys))
 
 
 def rotation(offsets: Tensor, inverse_frequencies: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of `rotate_keys`, which serve the keys of all layers.
-
-    Args:
-        offsets: `(batch_size,)` or `(batch_size, num_slots)`.
-        inverse_frequencies: `(head_dim / 2,)`.
-
-    Returns:
-        Each `(batch_size, 1, 1 or num_slots, head_dim)`.
-    """
+    """Return the cosines and sines of `rotate_keys`, each `(batch_size, 1, 1 or num_slots, head_dim)`, for keys of all
+    layers."""
     # A float32 angle of a far position is off by more than float32 keys are; the host has float64 everywhere.
     angles = offsets.reshape(len(offsets), 1, -1, 1).cpu().double() * inverse_frequencies.cpu().double()
     angles = torch.cat([angles, angles], dim=-1)

@@ -53,20 +53,14 @@ def passages_ids(
     """Return the token ids of each document's passages, each as a document of its own; a text is one passage."""
     passages = [[document] if isinstance(document, str) else list(document) for document in documents]
     # Tokenized apart, as in training.
-    start = _document_start(config, tokenizer)
+    start = document_start(config, tokenizer)
     end = context_end_ids(tokenizer) if config.is_encoder_decoder else []
     rows = iter(encode_all(tokenizer, [passage for document in passages for passage in document], most))
     return [[[*start, *next(rows), *end] for _ in document] for document in passages]
 
 
-def check_max_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None) -> None:
-    """Raise a `ValueError` for a limit that leaves nothing of a document behind what opens it, such as BOS."""
-    least = len(_document_start(config, tokenizer))
-    if max_tokens is not None and max_tokens <= least:
-        raise ValueError(f"`max_tokens` must be above {least}, the tokens that open a document, got {max_tokens}")
-
-
-def _document_start(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def document_start(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids that open every document: BOS or the like, and the configuration's `context_prefix`."""
     return context_opening(config, tokenizer) + prefix_ids(tokenizer, config.context_prefix)
 
 

@@ -60,7 +60,7 @@ def start_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def context_start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What `tokenizer(document)` puts in front of a document: BOS for most tokenizers, nothing for some.
+    """Return the tokens that `tokenizer(document)` puts in front of a document: BOS for most tokenizers.
 
     People compress what their tokenizer gives them, so training and evaluation put the same in front of a context.
     """
@@ -68,7 +68,8 @@ def context_start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def context_end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What `tokenizer(document)` puts behind a document: EOS for T5's tokenizers, nothing for most others."""
+    """Return the tokens that `tokenizer(document)` puts behind a document: EOS for T5's tokenizers, none for most
+    others."""
     return _around_text(tokenizer)[1]
 
 

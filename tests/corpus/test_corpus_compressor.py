@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from context_compressors import CorpusCompressor, KVZipForCausalLM, MeanPoolingConfig, MeanPoolingForCausalLM
 from context_compressors.corpus.memory_columns import memory_of_columns
-from context_compressors.modeling.parts.length_batches import batches_in_order, length_batches
+from context_compressors.modeling.parts.length_batches import length_batches
 
 RANDOM = random.Random(0)
 TEXTS = ["".join(RANDOM.choices("abc def", k=length)) for length in (9, 0, 40, 1, 17, 40, 3)]
@@ -47,13 +47,13 @@ def test_rows_of_very_unlike_lengths_are_not_padded_to_each_other():
     lengths = [600, 5000, 90, 4000, 40, 60, 80, 2, 1]
     by_length = length_batches(lengths, 8, most_padding=0.5)
     assert by_length == [[1, 3], [0, 2], [4, 5, 6, 7, 8]]
-    in_order = batches_in_order(lengths, 8, most_padding=0.5)
+    in_order = length_batches(lengths, 8, most_padding=0.5, in_order=True)
     assert in_order == [[0], [1], [2], [3], [4, 5, 6, 7, 8]]
     for batch in (*by_length, *in_order):
         pads = len(batch) * max(lengths[row] for row in batch) - sum(lengths[row] for row in batch)
         assert pads <= max(512, sum(lengths[row] for row in batch) / 2)
-    assert batches_in_order([3] * 5, 2, 0.5) == [[0, 1], [2, 3], [4]]
-    assert batches_in_order([], 2, 0.5) == []
+    assert length_batches([3] * 5, 2, most_padding=0.5, in_order=True) == [[0, 1], [2, 3], [4]]
+    assert length_batches([], 2, in_order=True) == []
 
 
 def test_texts_that_stand_for_many_rows_are_not_parted_and_count_as_many():
