@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of scores: by ratio, model size, domain and length.
+"""Pictures of scores: by ratio, and needles by length.
 
 A figure has its own canvas: neither pyplot nor matplotlib's global settings are touched.
 """
 
-import math
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -33,18 +32,12 @@ _LABELS = {
 }
 
 
-def write_plots(report: EvaluationReport, folder: str | Path, others: Sequence[EvaluationReport] = ()) -> list[Path]:
-    """Draw each task's main metric by ratio, by domain where there are two, and by model size beside others."""
+def write_plots(report: EvaluationReport, folder: str | Path) -> list[Path]:
+    """Draw each task's main metric by ratio, and needles by length."""
     folder, paths = Path(folder), []
     for task in report.tasks():
         metric = report.main_metric(task)
         paths.append(plot_quality_by_ratio(report, task, metric, folder / f"{task}_by_ratio.png"))
-        has_bounds = {NO_CONTEXT, FULL_CONTEXT} <= set(report.conditions(task))
-        if has_bounds and report.datasets(task, "in") and report.datasets(task, "out"):
-            paths.append(plot_domain_gap(report, task, metric, folder / f"{task}_domain_gap.png"))
-        if others:
-            path = folder / f"{task}_by_model_size.png"
-            paths.append(plot_quality_by_model_size([report, *others], task, metric, path))
         if needles := [name for name in report.datasets(task) if name.startswith("needles, ")]:
             paths.append(plot_needles(report, needles, folder / "needles.png"))
     return paths
@@ -59,66 +52,32 @@ def plot_quality_by_ratio(report: EvaluationReport, task: str, metric: str, path
     places = {ratio_condition(ratio): float(ratio) for ratio in report.ratios(task)}
     if not places:
         raise ValueError(f"the report of {report.model!r} has no ratio for task {task!r}; tasks: {report.tasks()}")
-    average, intervals = report.macro_average(task, metric), report.macro_average_interval(task, metric)
-    figure, axes = line_figure(f"{_title(task)} by compression ratio", _label(metric))
-    points = list(places.values()), [average[name] for name in places]
+    average = report.averages(task, metric)["macro_average"]
+    figure, axes = line_figure(
+        f"{task.replace('_', ' ').capitalize()} by compression ratio", _LABELS.get(metric, metric.replace("_", " "))
+    )
+    points = list(places.values()), [average[name][0] for name in places]
     axes.plot(*points, color=COLOURS[0], marker=MARKERS[0], label=report.model)
     for name, place in places.items():
-        if name in intervals:
-            axes.vlines(place, *intervals[name], color=COLOURS[0], linewidth=1.0, alpha=0.6)
+        if interval := average[name][1]:
+            axes.vlines(place, *interval, color=COLOURS[0], linewidth=1.0, alpha=0.6)
     for name, style in ((FULL_CONTEXT, "--"), (NO_CONTEXT, ":")):
         if name in average:
             label = name.replace("_", " ")
-            axes.axhline(average[name], color=COLOURS[0], linestyle=style, linewidth=1.2, label=label)
-    _value_axis(axes, metric)
-    _log_axis(axes, sorted(places.values()), lambda value: f"{value:.3g}x")
+            axes.axhline(average[name][0], color=COLOURS[0], linestyle=style, linewidth=1.2, label=label)
+    low, high = axes.dataLim.intervaly
+    if metric == "perplexity" and high > 4 * low:
+        # Without context it can be a hundred times that with; on a linear axis the ratios would all lie on one line.
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    values = sorted(places.values())
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(values))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}x"))
+    # The margin also keeps the axis of a single value from running from 0 to infinity.
+    axes.set_xlim(values[0] / 1.25, values[-1] * 1.25)
     axes.set_xlabel("compression ratio (context tokens per slot)")
-    return save_with_legend(figure, axes, path)
-
-
-def plot_quality_by_model_size(
-    reports: Sequence[EvaluationReport], task: str, metric: str, path: str | os.PathLike[str]
-) -> Path:
-    """Draw a metric, averaged over data sets, against the number of parameters, one line per ratio."""
-    figure, axes = line_figure(f"{_title(task)} by model size", _label(metric))
-    ordered = sorted(reports, key=lambda report: report.num_parameters or 0)
-    averages = [report.macro_average(task, metric) for report in ordered]
-    ratios = sorted({ratio for report in ordered for ratio in report.ratios(task)})
-    lines = [(FULL_CONTEXT, "full context", "black", "--", "_")]
-    for index, ratio in enumerate(ratios):
-        colour, marker = COLOURS[index % (len(COLOURS) - 1)], MARKERS[index % len(MARKERS)]
-        lines.append((ratio_condition(ratio), f"{ratio}x", colour, "-", marker))
-    lines.append((NO_CONTEXT, "no context", "black", ":", "_"))
-    for condition, label, colour, style, marker in lines:
-        points = [
-            (report.num_parameters, average[condition])
-            for report, average in zip(ordered, averages, strict=True)
-            if condition in average
-        ]
-        if points:
-            axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=marker, label=label)
-    _value_axis(axes, metric)
-    _log_axis(axes, sorted({report.num_parameters or 0 for report in ordered}), _size)
-    axes.set_xlabel("parameters")
-    return save_with_legend(figure, axes, path)
-
-
-def plot_domain_gap(report: EvaluationReport, task: str, metric: str, path: str | os.PathLike[str]) -> Path:
-    """Draw in-domain minus out-of-domain teacher-normalised score, a bar for each ratio.
-
-    Source: mean-pooling paper, appendix B, Figure 3b.
-    """
-    label = _label(metric).partition(" (")[0]
-    figure, axes = line_figure(
-        f"{_title(task)}: gap between domains", f"in-domain minus out-of-domain\n(teacher-normalised {label})"
-    )
-    gaps = report.domain_gap(task, metric)
-    # An undefined gap is no bar of height zero, but no bar.
-    shown = {place: gap for place, gap in enumerate(gaps.values()) if math.isfinite(gap)}
-    axes.bar(list(shown), list(shown.values()), 0.8, color=COLOURS[0], label=report.model)
-    axes.axhline(0.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(gaps)), [f"{ratio}x" for ratio in gaps])
-    axes.set_xlabel("compression ratio")
     return save_with_legend(figure, axes, path)
 
 
@@ -139,38 +98,6 @@ def plot_needles(report: EvaluationReport, datasets: Sequence[str], path: str | 
     axes.set_yticks(range(len(datasets)), list(datasets), fontsize=8)
     axes.set_title(f"{report.model}: needles found, %", fontsize=10)
     return save_figure(figure, path)
-
-
-def _value_axis(axes: Axes, metric: str) -> None:
-    low, high = axes.dataLim.intervaly
-    if metric == "perplexity" and high > 4 * low:
-        # Without context it can be a hundred times that with; on a linear axis the ratios would all lie on one line.
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
-def _log_axis(axes: Axes, values: Sequence[float], text: Callable[[float], str]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(list(values)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
-    # The margin also keeps the axis of a single value from running from 0 to infinity.
-    axes.set_xlim(values[0] / 1.25, values[-1] * 1.25)
-
-
-def _size(value: float) -> str:
-    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= unit:
-            return f"{value / unit:.3g}{letter}"
-    return f"{value:g}"
-
-
-def _label(metric: str) -> str:
-    return _LABELS.get(metric, metric.replace("_", " "))
-
-
-def _title(task: str) -> str:
-    return task.replace("_", " ").capitalize()
 
 
 def blank_figure(width: float, height: float) -> Figure:

@@ -25,7 +25,6 @@ from .rows import (
     SampleAnswers,
     ordered_conditions,
     plain_json,
-    ratio_condition,
     ratio_of,
     row_from,
 )
@@ -42,9 +41,8 @@ Average = tuple[float, Interval | None]
 class EvaluationReport:
     """All rows of one model's evaluation, and the averages over data sets.
 
-    Averages are plain means: a large data set weighs no more than a small one. Teacher-normalised scores are taken per
-    data set and then averaged; data sets that the full context does not help have none. The interval of an average
-    follows from those of its data sets, which are independent.
+    Averages are plain means over data sets, whose intervals are independent. Teacher-normalised scores are taken per
+    data set and then averaged; data sets that the full context does not help have none.
 
     Args:
         model: name of the model (a Hub id or a folder's last part).
@@ -108,40 +106,6 @@ class EvaluationReport:
             raise ValueError(f"the report has no {metric!r} of {dataset!r}, task {task!r}, condition {condition!r}")
         return row.metrics[metric]
 
-    def macro_average(self, task: str, metric: str, domain: str | None = None) -> dict[str, float]:
-        """Condition -> mean of a metric over the data sets (of one domain)."""
-        datasets = self.datasets(task, domain)
-        return {
-            condition: _mean([self.score(dataset, task, condition, metric) for dataset in datasets])
-            for condition in self.conditions(task)
-        }
-
-    def macro_average_interval(self, task: str, metric: str, domain: str | None = None) -> dict[str, Interval]:
-        """Condition -> 95 % interval of `macro_average`, of conditions whose data sets all have one."""
-        weights = _equal_weights(self.datasets(task, domain))
-        return self._intervals(task, metric, weights, self.macro_average(task, metric, domain))
-
-    def teacher_normalized(self, task: str, metric: str, domain: str | None = None) -> dict[str, float]:
-        """Condition -> teacher-normalised score per data set, then averaged (NaN where no data set defines it).
-
-        Source: mean-pooling paper, section 5.1, Metrics.
-        """
-        undefined = self.undefined_datasets(task, metric)
-        shares: dict[str, float] = {}
-        for condition in self.conditions(task):
-            shares[condition] = _mean(
-                [
-                    teacher_normalized(
-                        self.score(dataset, task, condition, metric),
-                        full=self.score(dataset, task, FULL_CONTEXT, metric),
-                        none=self.score(dataset, task, NO_CONTEXT, metric),
-                    )
-                    for dataset in self.datasets(task, domain)
-                    if dataset not in undefined
-                ]
-            )
-        return shares
-
     def undefined_datasets(self, task: str, metric: str) -> list[str]:
         """Data sets where the full context does not help, so that there is no teacher-normalised score."""
         return [
@@ -150,41 +114,53 @@ class EvaluationReport:
             if not helps(metric, *(self.score(dataset, task, name, metric) for name in (FULL_CONTEXT, NO_CONTEXT)))
         ]
 
-    def domain_gap(self, task: str, metric: str) -> dict[int, float]:
-        """Ratio -> in-domain minus out-of-domain teacher-normalised score; positive means worse out of domain.
-
-        Source: mean-pooling paper, appendix B, Figure 3b.
-        """
-        inside, outside = (self.teacher_normalized(task, metric, domain) for domain in DOMAINS)
-        return {
-            ratio: inside[name] - outside[name] for ratio in self.ratios(task) for name in [ratio_condition(ratio)]
-        }
-
     def averages(self, task: str, metric: str) -> dict[str, dict[str, Average]]:
-        """All averages of a metric, by name and condition, each with its 95 % interval."""
-        domains = [domain for domain in DOMAINS if self.datasets(task, domain)]
-        found: dict[str, dict[str, Average]] = {}
+        """Return all averages of a metric, by name and condition, each with its 95 % interval.
 
-        def note(name: str, values: Mapping[str, float], intervals: Mapping[str, Interval]) -> None:
-            found[name] = {condition: (value, intervals.get(condition)) for condition, value in values.items()}
-
-        note("macro_average", self.macro_average(task, metric), self.macro_average_interval(task, metric))
-        if {NO_CONTEXT, FULL_CONTEXT} <= set(self.conditions(task)):
+        Teacher-normalised scores are those of the mean-pooling paper (section 5.1), the gap between in-domain and
+        out-of-domain ones is that of its Figure 3b.
+        """
+        conditions = self.conditions(task)
+        domains = {domain: self.datasets(task, domain) for domain in DOMAINS}
+        found = {"macro_average": self._weighted(task, metric, conditions, _equal_weights(self.datasets(task)))}
+        if {NO_CONTEXT, FULL_CONTEXT} <= set(conditions):
             undefined = self.undefined_datasets(task, metric)
-            defined = {
-                domain: [name for name in self.datasets(task, domain) if name not in undefined] for domain in DOMAINS
-            }
-            shares = self.teacher_normalized(task, metric)
-            weights = _equal_weights([*defined["in"], *defined["out"]])
-            note("teacher_normalized", shares, self._retention_intervals(task, metric, weights, shares))
-            if len(domains) == 2:
-                gap = {ratio_condition(ratio): value for ratio, value in self.domain_gap(task, metric).items()}
-                weights = {**_equal_weights(defined["in"]), **_equal_weights(defined["out"], -1)}
-                both = weights if all(defined.values()) else {}
-                note("domain_gap", gap, self._retention_intervals(task, metric, both, gap))
-        for domain in domains if len(domains) == 2 else ():
-            values = self.macro_average(task, metric, domain)
-            note(f"{domain}_domain", values, self.macro_average_interval(task, metric, domain))
+            inside, outside = (
+                _equal_weights([name for name in datasets if name not in undefined]) for datasets in domains.values()
+            )
+            shares = _equal_weights([*inside, *outside])
+            found["teacher_normalized"] = self._weighted(task, metric, conditions, shares, is_share=True)
+            if all(domains.values()):
+                gap = inside | {name: -weight for name, weight in outside.items()} if inside and outside else {}
+                names = [name for name in conditions if ratio_of(name) is not None]
+                found["domain_gap"] = self._weighted(task, metric, names, gap, is_share=True)
+        if all(domains.values()):
+            for domain, datasets in domains.items():
+                found[f"{domain}_domain"] = self._weighted(task, metric, conditions, _equal_weights(datasets))
+        return found
+
+    def _weighted(
+        self, task: str, metric: str, conditions: Sequence[str], weights: Mapping[str, float], is_share: bool = False
+    ) -> dict[str, Average]:
+        """Condition -> weighted sum over data sets of a score, or of its teacher-normalised share."""
+        # Of a share, rows have the interval of the main metric's, in percent.
+        name, scale = (RETENTION, 100) if is_share else (metric, 1)
+        has_intervals = not is_share or all(row.main_metric == metric for row in self.rows if row.task == task)
+        found: dict[str, Average] = {}
+        for condition in conditions:
+            scores = {dataset: self.score(dataset, task, condition, metric) for dataset in weights}
+            if is_share:
+                for dataset, score in scores.items():
+                    full, none = (self.score(dataset, task, bound, metric) for bound in (FULL_CONTEXT, NO_CONTEXT))
+                    scores[dataset] = teacher_normalized(score, full, none)
+            mean = math.fsum(weights[dataset] * scores[dataset] for dataset in weights) if weights else math.nan
+            rows = [row for dataset in weights if (row := self.row(dataset, task, condition)) is not None]
+            ends = [[end / scale for end in row.intervals[name]] for row in rows if name in row.intervals]
+            interval = None
+            if has_intervals and ends and len(ends) == len(weights):
+                low, high = ends[0] if len(ends) == 1 else interval_of_mean(mean, ends, list(weights.values()))
+                interval = None if math.isnan(low) else (low, high)
+            found[condition] = mean, interval
         return found
 
     def mean_differences(self, task: str, metric: str) -> dict[tuple[str, str], Average]:
@@ -197,32 +173,9 @@ class EvaluationReport:
             rows = [row for row in self.rows if (row.task, row.condition) == (task, condition)]
             entries = [row.differences[other] for row in rows if other in row.differences]
             if len(entries) == len(datasets) and all(entry["metric"] == metric for entry in entries):
-                mean = _mean([entry["difference"] for entry in entries])
+                mean = math.fsum(entry["difference"] for entry in entries) / len(entries)
                 interval = interval_of_mean(mean, [entry["interval"] for entry in entries])
                 found[condition, other] = mean, None if math.isnan(interval[0]) else interval
-        return found
-
-    def _retention_intervals(
-        self, task: str, metric: str, weights: Mapping[str, float], shares: Mapping[str, float]
-    ) -> dict[str, Interval]:
-        """Condition -> interval of a weighted sum of teacher-normalised scores, of which rows have the percentage."""
-        if any(row.main_metric != metric for row in self.rows if row.task == task):
-            return {}
-        intervals = self._intervals(task, RETENTION, weights, {name: 100 * share for name, share in shares.items()})
-        return {name: (low / 100, high / 100) for name, (low, high) in intervals.items()}
-
-    def _intervals(
-        self, task: str, name: str, weights: Mapping[str, float], averages: Mapping[str, float]
-    ) -> dict[str, Interval]:
-        """Condition -> interval of a weighted sum over data sets; left out where one has none."""
-        found = {}
-        for condition, average in averages.items():
-            rows = [self.row(dataset, task, condition) for dataset in weights]
-            ends = [row.intervals[name] for row in rows if row is not None and name in row.intervals]
-            if ends and len(ends) == len(rows):
-                interval = ends[0] if len(ends) == 1 else interval_of_mean(average, ends, list(weights.values()))
-                if not math.isnan(interval[0]):
-                    found[condition] = interval
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -254,9 +207,5 @@ class EvaluationReport:
             raise ValueError(f"{path} is not an evaluation report: {error}") from error
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan
-
-
-def _equal_weights(datasets: Sequence[str], sign: int = 1) -> dict[str, float]:
-    return dict.fromkeys(datasets, sign / max(1, len(datasets)))
+def _equal_weights(datasets: Sequence[str]) -> dict[str, float]:
+    return dict.fromkeys(datasets, 1 / max(1, len(datasets)))

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of an evaluation: what one task on one data set scored under one condition, and what each sample got."""
+"""Rows of an evaluation, the answers of its samples, and the files of these."""
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from ..configuration.nearest_names import as_spelled_now
@@ -105,7 +107,7 @@ class EvaluationRow:
 
 @dataclass(frozen=True)
 class SampleAnswers:
-    """What one sample got under all conditions."""
+    """Answers and scores of one sample under all conditions."""
 
     dataset: str
     task: str
@@ -155,3 +157,52 @@ def plain_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return value
+
+
+# --- files of answers, one line of JSON for each sample ---
+
+
+def write_answers(answers: Iterable[SampleAnswers], path: str | os.PathLike[str]) -> None:
+    """Write a file of answers, folders included."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text("".join(f"{sample.to_json()}\n" for sample in answers), encoding="utf-8")
+
+
+def read_answers(path: str | os.PathLike[str], was_interrupted: bool = False) -> list[SampleAnswers]:
+    """Read a file of answers, without its last line if a write was interrupted; `ValueError` for any other file."""
+    # Not by `splitlines`: a text may hold other ends of lines.
+    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    try:
+        return [_sample(line) for line in (lines[:-1] if was_interrupted else lines) if line]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no file of answers: {error}") from error
+
+
+def _sample(line: str) -> SampleAnswers:
+    content = json.loads(line)
+    content["task"] = as_spelled_now(content["task"])
+    content["scores"] = {
+        condition: {metric: number_of(score) for metric, score in metrics.items()}
+        for condition, metrics in content["scores"].items()
+    }
+    return SampleAnswers(**content)
+
+
+class AnswersFile:
+    """Writes the answers of an evaluation while it runs, behind those of the data sets and tasks that are `done`."""
+
+    def __init__(self, path: str | os.PathLike[str], done: Collection[tuple[str, str]] = ()):
+        self.path = Path(path)
+        known = read_answers(path, was_interrupted=True) if done and self.path.is_file() else []
+        self._earlier = [sample for sample in known if (sample.dataset, sample.task) in done]
+        if missing := set(done) - {(sample.dataset, sample.task) for sample in self._earlier}:
+            raise ValueError(f"{path} does not have the answers of {sorted(missing)}, which are not scored again")
+        self._num_written = 0
+
+    def write_new(self, answers: Sequence[SampleAnswers]) -> None:
+        """Append the answers that came since the last call."""
+        if not self._num_written:
+            write_answers(self._earlier, self.path)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{sample.to_json()}\n" for sample in answers[self._num_written :])
+        self._num_written = len(answers)

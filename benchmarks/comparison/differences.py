@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.comparison.scores import Scores, averaged_sets, parsed_ratio, values_of, whole
-from context_compressors.evaluation.bootstrap import percentile_interval
-from context_compressors.evaluation.paired import resampled_means
+from context_compressors.evaluation.bootstrap import percentile_interval, resampled_means
 from context_compressors.evaluation.rows import NO_CONTEXT
 
 HOLDS, FAILS, OPEN, NOT_RUN = "higher", "lower", "inconclusive", "not run"

@@ -30,9 +30,8 @@ from benchmarks.comparison.scores import (
     whole,
 )
 from context_compressors.configuration.methods import config_class
-from context_compressors.evaluation.bootstrap import helps, percentile_interval
+from context_compressors.evaluation.bootstrap import helps, percentile_interval, resampled_means
 from context_compressors.evaluation.metrics import teacher_normalized
-from context_compressors.evaluation.paired import resampled_means
 from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT
 from context_compressors.reporting.environment import environment
 

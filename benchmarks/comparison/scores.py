@@ -11,9 +11,8 @@ import numpy as np
 
 from benchmarks.comparison.peers import lines_of
 from benchmarks.comparison.plan import read_json
-from context_compressors.evaluation.answers_file import read_answers
 from context_compressors.evaluation.metrics import rouge_scores, squad_scores, substring_accuracy
-from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT
+from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT, read_answers
 
 METRICS = {
     "question_answering": ("f1", "exact_match", "substring_accuracy"),

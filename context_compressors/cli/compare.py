@@ -46,7 +46,7 @@ def comparisons(systems: Systems, conditions: Sequence[str], metric: str) -> Ite
 
 def _read(values: Sequence[str]) -> dict[tuple[str, str], Systems]:
     """(Data set, task) -> systems, of those that are in all files."""
-    from ..evaluation.answers_file import read_answers
+    from ..evaluation.rows import read_answers
 
     found: dict[tuple[str, str], Systems] = {}
     files: dict[str, int] = {}
@@ -106,8 +106,7 @@ def compare(arguments: argparse.Namespace) -> None:
     """Run `context-compressors compare`."""
     from dataclasses import asdict
 
-    from ..evaluation.bootstrap import is_lower_better
-    from ..evaluation.paired import paired_difference
+    from ..evaluation.bootstrap import is_lower_better, paired_difference
     from ..evaluation.rows import plain_json
     from ..reporting.result_files import write_results
     from ..reporting.tables import markdown_table

@@ -118,7 +118,7 @@ def _records(
 
 def _writer(arguments: argparse.Namespace, earlier: EvaluationReport | None) -> Callable[[EvaluationReport], None]:
     """Return a function that writes the growing report to `--output` and its answers to `--keep-answers`."""
-    from ..evaluation.answers_file import AnswersFile
+    from ..evaluation.rows import AnswersFile
 
     done = set() if earlier is None else {(row.dataset, row.task) for row in earlier.rows}
     answers = AnswersFile(arguments.keep_answers, done) if arguments.keep_answers else None
@@ -126,7 +126,7 @@ def _writer(arguments: argparse.Namespace, earlier: EvaluationReport | None) -> 
     def write(report: EvaluationReport) -> None:
         # Answers first: what the results have, they have answers for.
         if answers is not None:
-            answers.write_new(report)
+            answers.write_new(report.answers)
         if arguments.output:
             report.save(arguments.output)
 
@@ -144,13 +144,11 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
     earlier = None
     if arguments.resume and Path(arguments.output).exists():
         earlier = EvaluationReport.load(arguments.output)
-    plots, *others = arguments.plots or [None]
-    others = [EvaluationReport.load(path) for path in others]
     tokenizer = tokenizer_from_place(arguments.model)
     datasets = _datasets(arguments, settings, tokenizer)
     model = _load(arguments.model, arguments, arguments.base_model)
     compresses, num_parameters = can_compress(model), model.num_parameters()
-    if plots and (settings.bounds_only or not compresses):
+    if arguments.plots and (settings.bounds_only or not compresses):
         raise ValueError("--plots draws quality by ratio, and nothing is compressed here")
     if arguments.merge_adapters:
         if settings.zero_shot or "self_information" in settings.alternatives:
@@ -177,16 +175,15 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
     print(report_markdown(report))
     if arguments.resume and not report.answers:
         print(f"{arguments.output} is done: nothing was left to score")
-    return write_plots(report, plots, others) if plots else []
+    return write_plots(report, arguments.plots) if arguments.plots else []
 
 
 def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
     """Rank a corpus in BEIR's form, and write and print what came out."""
     from ..data.retrieval_sources import JudgedQueries, RetrievalSource
-    from ..evaluation.answers_file import write_answers
     from ..evaluation.report_tables import held_out_lines
     from ..evaluation.retrieval import evaluate_collection, retrieval_table
-    from ..evaluation.rows import plain_json
+    from ..evaluation.rows import plain_json, write_answers
     from ..modeling.checkpoint.pretrained_bases import tokenizer_from_place
     from ..reporting.result_files import write_results
     from .loading import load_retriever
@@ -288,12 +285,7 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
     argument("--resume", action="store_true", help="go on where an evaluation with this --output stopped"),
     argument("--keep-answers", metavar="FILE", help="write what every sample got, as JSONL"),
     OVERWRITE,
-    argument(
-        "--plots",
-        nargs="+",
-        metavar="FOLDER",
-        help="write pictures of the report; reports behind the folder are for the picture by model size",
-    ),
+    argument("--plots", metavar="FOLDER", help="write pictures of the report"),
     *LOADING,
     examples=_EXAMPLES,
 )

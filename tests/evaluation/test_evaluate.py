@@ -22,8 +22,8 @@ from naive_twin import (
 from transformers import LlamaForCausalLM
 
 from context_compressors.data.task_tokens import add_task_tokens, task_start_ids
+from context_compressors.evaluation.bootstrap import paired_difference
 from context_compressors.evaluation.metrics import squad_scores
-from context_compressors.evaluation.paired import paired_difference
 from context_compressors.evaluation.report_tables import report_markdown
 from context_compressors.modeling.memory.key_value_memory import position_bytes
 from context_compressors.modeling.parts.text_ids import text_tokenizer

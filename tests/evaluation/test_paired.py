@@ -11,9 +11,8 @@ import pytest
 from naive_twin import answers_of
 
 from context_compressors.cli import main
-from context_compressors.evaluation.answers_file import read_answers
-from context_compressors.evaluation.bootstrap import verdict
-from context_compressors.evaluation.paired import paired_difference
+from context_compressors.evaluation.bootstrap import paired_difference, verdict
+from context_compressors.evaluation.rows import read_answers
 
 
 def test_a_paired_difference_is_that_of_the_same_samples_and_resamples_documents():

@@ -12,7 +12,6 @@ from context_compressors import DeCALConfig, DeCALForRetrieval, cli
 from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.data.retrieval_sources import JudgedQueries, RetrievalSource, TextEncoder
 from context_compressors.evaluation import retrieval
-from context_compressors.evaluation.answers_file import read_answers
 from context_compressors.evaluation.retrieval import (
     Rankings,
     encode_texts,
@@ -22,6 +21,7 @@ from context_compressors.evaluation.retrieval import (
     recall,
     score_texts,
 )
+from context_compressors.evaluation.rows import read_answers
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.modeling_decal_retrieval import chamfer
 
