@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a comparison at toy size: questions, answers to them, and a trained system."""
+"""Files of a comparison at toy size: questions, and answers to them."""
 
 import json
 from pathlib import Path
-
-from context_compressors.evaluation.rows import SampleAnswers
-
-METRICS = ("f1", "exact_match", "substring_accuracy")
 
 
 def questions_file(folder: Path, tokenizer, count: int = 3) -> Path:
@@ -62,27 +58,3 @@ def ask(systems, tokenizer) -> str:
     for title in systems.table["sets"]:
         (systems.questions / f"{title}.jsonl").write_text(text.replace('"squad"', f'"{title}"'))
     return text
-
-
-def write_member(systems, name: str, model_type: str, found: dict[int, tuple[int, int]]) -> None:
-    """A trained system's answers: ratio -> how many of the 12 questions are right, and the bytes of a memory."""
-    sets = [title for title, entry in systems.table["sets"].items() if entry["task"] == "question_answering"]
-    for report, ratios in systems.reports(name, 1, "question_answering").items():
-        report.parent.mkdir(parents=True, exist_ok=True)
-        rows = [
-            {"dataset": title, "condition": f"ratio={ratio}", "costs": {"slots": 5, "memory_bytes": found[ratio][1]}}
-            for title in sets
-            for ratio in ratios
-        ]
-        report.write_text(json.dumps({"rows": rows}))
-        lines = []
-        for title in sets:
-            for number in range(12):
-                f1 = {ratio: 100.0 * (number < found[ratio][0]) for ratio in ratios}
-                scores = {f"ratio={ratio}": dict.fromkeys(METRICS, score) for ratio, score in f1.items()}
-                lines.append(
-                    SampleAnswers(title, "question_answering", f"q{number}", number, "", [""], {}, scores).to_json()
-                )
-        report.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")
-    systems.checkpoint(name, 1).mkdir(parents=True, exist_ok=True)
-    (systems.checkpoint(name, 1) / "config.json").write_text(json.dumps({"model_type": f"{model_type}_compressor"}))

@@ -34,6 +34,7 @@ from benchmarks.common.tools import (
     positive_int,
     random_compressor,
     save_and_report,
+    script_parser,
     seconds,
     shape_config,
     synchronize,
@@ -73,12 +74,7 @@ class _Clock(BaseStreamer):
 
 
 def compile_decoding(backbone: PreTrainedModel, **options: Any) -> None:
-    """Run a backbone's passes over one token as compiled graphs, and longer ones as they are.
-
-    Args:
-        backbone: a language model without its head.
-        options: of `torch.compile`; CUDA graphs when there are none.
-    """
+    """Compile a backbone's passes over one token, with `options` of `torch.compile` or else as CUDA graphs."""
     eager = backbone.forward
     compiled = torch.compile(eager, **(options or {"mode": "reduce-overhead"}))
 
@@ -94,15 +90,7 @@ def compile_decoding(backbone: PreTrainedModel, **options: Any) -> None:
 def answer_seconds(
     model: PreTrainedModel, input_ids: torch.Tensor, new_tokens: int, cache: StaticCache | None = None, **inputs: Any
 ) -> tuple[float, float]:
-    """Time of one greedy answer to its first and to its last token.
-
-    Args:
-        model: writes the answer.
-        input_ids: `(batch_size, num_tokens)`.
-        new_tokens: tokens to write.
-        cache: a cache of fixed length to write into; one that grows when `None`.
-        inputs: what else the model takes.
-    """
+    """Return the seconds of one greedy answer to its first and to its last token, with a growing or a fixed cache."""
     clock = _Clock()
     if cache is not None:
         cache.reset()
@@ -207,19 +195,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = script_parser(__doc__)
     add_shape_arguments(parser, hidden_size=128, layers=4)
     add = parser.add_argument
     add("--setting", choices=list(SETTINGS), help="defaults of a table of GMSA's, see above")
     add("--method", default="mean_pooling", help="default: mean_pooling")
-    add(
-        "--encoder-layers",
-        type=positive_int,
-        metavar="L",
-        help="of GMSA and TCP-AE (default: 8, or a quarter of the layers where there are fewer than 16)",
-    )
     add(
         "--lengths",
         nargs="+",
@@ -263,10 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     device, dtype = device_of(arguments), getattr(torch, arguments.dtype)
     config = shape_config(arguments, max(arguments.lengths) + arguments.question_tokens + arguments.new_tokens)
-    sizes = (arguments.ratios, arguments.dtype, device, arguments.encoder_layers)
-    compressor = random_compressor(arguments.method, config, *sizes)
-    if arguments.encoder_layers is not None and not hasattr(compressor.config, "encoder_layers"):
-        raise ValueError(f"--encoder-layers is for GMSA and TCP-AE: {arguments.method} encodes with all layers")
+    compressor = random_compressor(arguments.method, config, arguments.ratios, arguments.dtype, device)
     if arguments.merge_adapters:
         compressor.merge_adapters()
         compressor.to(dtype)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from benchmarks.common.tools import add_output_argument, positive_int, save_and_report
+from benchmarks.common.tools import add_output_argument, positive_int, save_and_report, script_parser
+from context_compressors.configuration.layer_shape import LayerShape
 from context_compressors.configuration.methods import METHODS, methods_on
 from context_compressors.evaluation.flops import SHAPE_NAMES, method_config, named_config
 from context_compressors.modeling import model_class
@@ -39,10 +40,8 @@ def on_meta(method: str, config: PreTrainedConfig) -> PreTrainedModel:
 
 def cache_values(base: PreTrainedConfig) -> int:
     """Numbers that a base keeps of one token of its context: keys and values of every layer."""
-    layers = base.num_layers if base.model_type == "t5" else base.num_hidden_layers
-    heads = getattr(base, "num_key_value_heads", None) or base.num_attention_heads
-    head_dim = base.d_kv if base.model_type == "t5" else getattr(base, "head_dim", None)
-    return layers * 2 * heads * (head_dim or base.hidden_size // base.num_attention_heads)
+    shape = LayerShape.from_config(base)
+    return base.num_hidden_layers * 2 * shape.num_key_value_heads * shape.head_dim
 
 
 def slot_bytes(model: PreTrainedModel, base: PreTrainedConfig) -> int:
@@ -101,7 +100,7 @@ def table_of(rows: Sequence[dict[str, Any]], ratios: Sequence[int]) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--base", default="llama-3.2-1b", choices=SHAPE_NAMES, help="shape (default: %(default)s)")
     parser.add_argument("--ratios", type=positive_int, nargs="+", default=[4, 16], metavar="R", help="default: 4 16")
     add_output_argument(parser)

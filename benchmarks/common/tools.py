@@ -17,7 +17,6 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from context_compressors.cli.command import check_device, positive_int
-from context_compressors.configuration.configuration_shallow_encoder import ShallowEncoderConfig
 from context_compressors.configuration.layer_shape import LayerShape
 from context_compressors.configuration.methods import config_class
 from context_compressors.evaluation.flops import SHAPE_NAMES, method_config, named_config
@@ -40,6 +39,13 @@ def tells_errors(main: Callable[[Sequence[str] | None], int]) -> Callable[..., i
             return 1
 
     return telling
+
+
+def script_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with a script's docstring as its description."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
 
 
 def positive_float(text: str) -> float:
@@ -74,22 +80,14 @@ def add_output_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def device_of(arguments: argparse.Namespace) -> torch.device:
-    """Return the device of the arguments; "auto" is a GPU where there is one.
-
-    Raises:
-        ValueError: this machine has no such device.
-    """
-    name = getattr(arguments, "device", "cpu")
+    """Return the device of the arguments, "cpu" without one; "auto" is a GPU where there is one."""
+    name = vars(arguments).get("device", "cpu")
     check_device(name)
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
 def llama_config(arguments: argparse.Namespace, max_positions: int) -> LlamaConfig:
-    """Return a Llama configuration of the shape in the arguments.
-
-    Raises:
-        ValueError: the head size does not divide the hidden size.
-    """
+    """Return a Llama configuration of the shape in the arguments."""
     heads, rest = divmod(arguments.hidden_size, arguments.head_dim)
     if rest or not heads:
         raise ValueError(f"--head-dim {arguments.head_dim} must divide --hidden-size {arguments.hidden_size}")
@@ -115,21 +113,11 @@ def random_compressor(
     ratios: Sequence[int],
     dtype: str,
     device: torch.device,
-    encoder_layers: int | None = None,
 ) -> PreTrainedModel:
-    """Return a method with random weights that reads the context as one chunk, in evaluation mode.
-
-    `encoder_layers` are those of GMSA's and TCP-AE's encoder.
-
-    Raises:
-        ValueError: there is no such method for the decoder, or it has fewer layers.
-    """
+    """Return a method with random weights that reads the context as one chunk, in evaluation mode."""
     torch.manual_seed(0)
     longest = decoder_config.max_position_embeddings
-    usual = config_class(method)()
-    fields: dict[str, Any] = {} if usual.chunk_size is None else {"chunk_size": longest}
-    if encoder_layers is not None and isinstance(usual, ShallowEncoderConfig):
-        fields["encoder_layers"] = encoder_layers
+    fields: dict[str, Any] = {} if config_class(method)().chunk_size is None else {"chunk_size": longest}
     if method == "tcp_autoencoder":
         fields["appended_tokens"] = -(-longest // min(ratios))
     config = method_config(method, decoder_config, ratios, **fields)
@@ -139,18 +127,10 @@ def random_compressor(
 
 
 def shape_config(arguments: argparse.Namespace, max_positions: int) -> PreTrainedConfig:
-    """Return the configuration that `--shape` names, or else one of the sizes in the arguments.
-
-    The arguments then say the sizes of the named shape.
-
-    Raises:
-        ValueError: no such shape, one of an encoder-decoder, or a head size that does not divide the hidden size.
-    """
+    """Return the configuration that `--shape` names, whose sizes the arguments then have, or else one of theirs."""
     if arguments.shape is None:
         return llama_config(arguments, max_positions)
     config = named_config(arguments.shape)
-    if config.is_encoder_decoder:
-        raise ValueError(f"--shape {arguments.shape} is an encoder-decoder; this benchmark needs a decoder")
     config.max_position_embeddings = max(config.max_position_embeddings, max_positions)
     config.bos_token_id, config.eos_token_id, config.pad_token_id = 0, 1, 1
     arguments.hidden_size, arguments.layers = config.hidden_size, config.num_hidden_layers
@@ -223,15 +203,7 @@ def save_and_report(
 ) -> Path:
     """Print the table and write the result file with settings, environment and rows.
 
-    Args:
-        script: the benchmark's `__file__`: its folder has the benchmark's name, and the file goes there.
-        arguments: the command line; `output` names another file.
-        rows: the results.
-        table: they as text.
-        name: of the file, without `.json`; the kind of device when `None`.
-
-    Returns:
-        The file.
+    The file goes to `arguments.output`, or beside the script under `name`, or the kind of device.
     """
     device, folder = device_of(arguments), Path(script).parent
     content = {

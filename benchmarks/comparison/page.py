@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.tools import tells_errors
+from benchmarks.common.tools import script_parser, tells_errors
 from benchmarks.comparison.plan import BY_QUESTION, PUBLISHED, name_of_row, read_results, read_table
 from context_compressors.reporting.result_files import write_results
 from context_compressors.reporting.tables import markdown_table
@@ -262,9 +262,7 @@ def _difference(at: Row, most: int) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("results", metavar="FILE", help="comparison.json")
     parser.add_argument("--folder", default=str(HERE), metavar="FOLDER", help="of the page (default: the benchmark's)")
     return parser

@@ -5,12 +5,10 @@
 
 Both calls see the same batch, the same attention and the same adapter, and take turns, so that whatever else the
 machine does hits both. Memory is what a call holds at its peak beyond the weights. The encoder alone reads the context
-as one chunk, and nothing else; "cached" is that pass when it also keeps the keys and values, as a language model does
-that reads a context to answer from it.
+as one chunk, and nothing else.
 
-The goal for mean pooling is at most 1.05 times the encoder alone, in time and memory; methods with memory tokens read
-1 + 1/ratio times as many tokens, and their goal is 1.08 times that. ComprExIT reads the context once, in segments
-behind a cache: its goal is 1.15 times the encoder's time, and 1.3 times the memory of the cached pass.
+The goal is 1.05 times the encoder alone for mean pooling and 1.15 times for ComprExIT; methods with memory tokens read
+1 + 1/ratio times as many tokens, and their goal is 1.08 times that.
 
 `--row-lengths` makes a batch full of padding: its rows have these shares of N, one after the other. Such a row of the
 result also has the time of compressing each context alone.
@@ -30,38 +28,21 @@ from benchmarks.common.tools import (
     add_shape_arguments,
     device_of,
     peak_bytes,
+    positive_float,
     positive_int,
     random_compressor,
     save_and_report,
+    script_parser,
     seconds,
     shape_config,
     tells_errors,
 )
 from context_compressors.reporting.tables import markdown_table
 
-_MEAN_POOLING_GOAL = 1.05
-_MEMORY_TOKENS_GOAL = 1.08
-_COMPREXIT_GOAL = 1.15
-_COMPREXIT_MEMORY_GOAL = 1.3
-
-
-def share(text: str) -> float:
-    """An argument that is a share of the length, above 0 and at most 1."""
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0 and at most 1")
-    return value
-
 
 def goal(method: str, ratio: int) -> float:
     """The most time that `compress` should take, as a multiple of the encoder alone."""
-    goals = {"mean_pooling": _MEAN_POOLING_GOAL, "comprexit": _COMPREXIT_GOAL}
-    return goals.get(method, (1 + 1 / ratio) * _MEMORY_TOKENS_GOAL)
-
-
-def memory_goal(method: str, ratio: int) -> tuple[float, str]:
-    """The most memory that `compress` should take, and as a multiple of which pass: "encoder" or "cached"."""
-    return (_COMPREXIT_MEMORY_GOAL, "cached") if method == "comprexit" else (goal(method, ratio), "encoder")
+    return {"mean_pooling": 1.05, "comprexit": 1.15}.get(method, (1 + 1 / ratio) * 1.08)
 
 
 def bare_encoder(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor) -> Callable[[], Any]:
@@ -70,12 +51,6 @@ def bare_encoder(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Te
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     is_causal = getattr(model.config, "encoder_attention", "causal") == "causal"
     return lambda: backbone.encoder_states(input_ids, mask, positions, is_causal=is_causal)
-
-
-def cached_encoder(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor) -> Callable[[], Any]:
-    """One causal pass of the encoder over the batch that also keeps the keys and values."""
-    backbone = model.base_model.encoder_backbone
-    return lambda: backbone(input_ids=input_ids, attention_mask=mask, use_cache=True)
 
 
 def batch(
@@ -107,17 +82,15 @@ def measure(model: PreTrainedModel, method: str, length: int, arguments: argpars
     for _ in range(arguments.repeats):
         for name, call in calls.items():
             times[name].append(seconds(call, device))
-    calls["cached"] = cached_encoder(model, input_ids, mask)
-    row = {
+    return {
         "method": method,
         "num_tokens": length,
         "batch_size": arguments.batch_size,
         "padding_share": 1 - float(mask.float().mean()),
         "ratio": ratio,
-        "peak_bytes": {name: peak_bytes(calls[name], device) for name in ("encoder", "compress", "cached")},
+        "peak_bytes": {name: peak_bytes(calls[name], device) for name in ("encoder", "compress")},
         "seconds": times,
     }
-    return row
 
 
 def time_ratio(row: dict[str, Any], of: Callable[[Sequence[float]], float] = median) -> float:
@@ -125,35 +98,29 @@ def time_ratio(row: dict[str, Any], of: Callable[[Sequence[float]], float] = med
     return of(row["seconds"]["compress"]) / of(row["seconds"]["encoder"])
 
 
-def memory_ratio(row: dict[str, Any], reference: str = "encoder") -> float:
-    """Peak memory of `compress` over that of the encoder alone, or of the "cached" pass."""
-    return row["peak_bytes"]["compress"] / row["peak_bytes"][reference]
+def memory_ratio(row: dict[str, Any]) -> float:
+    """Peak memory of `compress` over that of the encoder alone."""
+    return row["peak_bytes"]["compress"] / row["peak_bytes"]["encoder"]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as a table."""
     header = ["method", "N", "padding", "encoder ms", "compress ms", "one by one ms", "time ratio", "of fastest"]
-    header += ["goal", "encoder MiB", "cached MiB", "compress MiB", "memory ratio", "to cached", "memory goal"]
+    header += ["goal", "memory ratio"]
     body = []
     for row in rows:
-        times, (most, reference) = row["seconds"], memory_goal(row["method"], row["ratio"])
-        cells = [row["method"], row["num_tokens"], f"{100 * row['padding_share']:.0f} %"]
+        times, cells = row["seconds"], [row["method"], row["num_tokens"], f"{100 * row['padding_share']:.0f} %"]
         for name in ("encoder", "compress", "one_by_one"):
             cells.append(f"{1e3 * median(times[name]):.1f}" if name in times else "-")
         # The fastest turns are those that nothing else on the machine disturbed.
         cells += [f"{time_ratio(row):.3f}", f"{time_ratio(row, min):.3f}"]
-        cells.append(f"<= {goal(row['method'], row['ratio']):.3f}")
-        cells += [f"{row['peak_bytes'][name] / 2**20:.2f}" for name in ("encoder", "cached", "compress")]
-        cells += [f"{memory_ratio(row):.3f}", f"{memory_ratio(row, 'cached'):.3f}", f"<= {most:.3f} of {reference}"]
-        body.append(cells)
+        body.append([*cells, f"<= {goal(row['method'], row['ratio']):.3f}", f"{memory_ratio(row):.3f}"])
     return markdown_table(header, body)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = script_parser(__doc__)
     add_shape_arguments(parser, hidden_size=256, layers=2)
     add = parser.add_argument
     add("--methods", nargs="+", default=["mean_pooling"], metavar="METHOD", help="default: mean_pooling")
@@ -161,7 +128,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=positive_int, default=4, metavar="B", help="default: 4")
     add("--ratio", type=positive_int, default=4, metavar="R", help="default: 4")
     add("--repeats", type=positive_int, default=5, metavar="N", help="turns of each of the two (default: 5)")
-    add("--row-lengths", nargs="+", type=share, default=[1.0], metavar="X", help="shares of N, by row (default: 1)")
+    add(
+        "--row-lengths",
+        nargs="+",
+        type=positive_float,
+        default=[1.0],
+        metavar="X",
+        help="shares of N, by row (default: 1)",
+    )
     return parser
 
 

@@ -44,10 +44,11 @@ def measure(num_tokens: int) -> dict[str, float]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.corpus_throughput.peak_memory", description=__doc__)
-    made.formatter_class = argparse.RawDescriptionHelpFormatter
-    made.add_argument("--one", type=int, metavar="N", help="print what a document of N tokens takes, in this process")
-    return made
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--one", type=int, metavar="N", help="print what a document of N tokens takes, in this process"
+    )
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.common.questions import questions_by_context
-from benchmarks.common.tools import add_output_argument, positive_int, save_and_report, tells_errors
+from benchmarks.common.tools import add_output_argument, positive_int, save_and_report, script_parser, tells_errors
 from context_compressors import RankedKeyValuesForCausalLM
 from context_compressors.demo import fastest_dtype, fetch_base
 from context_compressors.evaluation.bootstrap import mean_statistic, percentile_interval, resampled_scores
@@ -55,7 +55,7 @@ def row_of(k: int, scores: Sequence[dict[str, float]], documents: Sequence[str])
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--model", default="checkpoints/smollm2-135m-instruct-ranked-key-values", metavar="FOLDER")
     parser.add_argument("--source", required=True, metavar="FILE", help="SQuAD train as Parquet")
     parser.add_argument("--first-row", type=int, default=85_000, metavar="N")

@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from benchmarks.common.tools import positive_int, tells_errors
+from benchmarks.common.tools import positive_int, script_parser, tells_errors
 from context_compressors.reporting.environment import environment
 from context_compressors.reporting.result_files import write_results
 from context_compressors.training.arguments import parse_recipe
@@ -32,9 +32,7 @@ POOLED = {"encoder_type": "embeddings", "encoder_lora": None, "embedding_residua
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="recipes of smollm2/comparison/, such as icae or icae+residual")
     add("--data-dir", required=True, metavar="DIR", help="folder of the data sets")

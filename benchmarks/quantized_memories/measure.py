@@ -25,7 +25,14 @@ from tqdm.auto import tqdm
 from transformers import Pipeline
 
 from benchmarks.common.questions import questions_by_context
-from benchmarks.common.tools import add_place_arguments, device_of, positive_int, save_and_report, tells_errors
+from benchmarks.common.tools import (
+    add_place_arguments,
+    device_of,
+    positive_int,
+    save_and_report,
+    script_parser,
+    tells_errors,
+)
 from context_compressors import CorpusCompressor
 from context_compressors.evaluation.bootstrap import mean_statistic, percentile_interval, resampled_scores
 from context_compressors.evaluation.metrics import squad_scores
@@ -37,7 +44,7 @@ from context_compressors.reporting.tables import markdown_table
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
 EXACT = "exact"
-_NUM_RESAMPLES = 10_000
+BATCH_SIZE, NEW_TOKENS, _NUM_RESAMPLES = 20, 12, 10_000
 
 
 def drawn(path: str, num_questions: int, seed: int) -> list[dict[str, Any]]:
@@ -48,7 +55,7 @@ def drawn(path: str, num_questions: int, seed: int) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def written(
-    pipe: Pipeline, memory: CompressedContext, questions: Sequence[str], new_tokens: int
+    pipe: Pipeline, memory: CompressedContext, questions: Sequence[str]
 ) -> tuple[list[list[int]], torch.Tensor]:
     """Greedy answers, one for each row of a memory, and the log-probabilities that each token was chosen from.
 
@@ -59,7 +66,7 @@ def written(
     output = pipe.model.generate(
         **text,
         memory=memory,
-        max_new_tokens=new_tokens,
+        max_new_tokens=NEW_TOKENS,
         do_sample=False,
         pad_token_id=pipe.tokenizer.pad_token_id,
         output_logits=True,
@@ -87,20 +94,18 @@ def divergence(exact: list[int], rounded: list[int], p: torch.Tensor, q: torch.T
     return float((p.exp() * (p - q)).sum(dim=-1).mean())
 
 
-def measured(
-    pipe: Pipeline, rows: Sequence[dict[str, Any]], ratio: int, batch_size: int, new_tokens: int
-) -> list[dict[str, Any]]:
+def measured(pipe: Pipeline, rows: Sequence[dict[str, Any]], ratio: int) -> list[dict[str, Any]]:
     """F1, and the divergence from the exact memory, of each form of a memory."""
-    memory = pipe.compress([row["context"] for row in rows], ratio=ratio, batch_size=batch_size)
+    memory = pipe.compress([row["context"] for row in rows], ratio=ratio, batch_size=BATCH_SIZE)
     forms = {EXACT: memory, **{name: memory.quantize(name) for name in QUANTIZATIONS}}
     answers: dict[str, list[str]] = {name: [] for name in forms}
     divergences: dict[str, list[float]] = {name: [] for name in forms}
     for start in tqdm(
-        range(0, len(rows), batch_size), desc=f"{memory.carrier} {ratio}x", disable=not sys.stderr.isatty()
+        range(0, len(rows), BATCH_SIZE), desc=f"{memory.carrier} {ratio}x", disable=not sys.stderr.isatty()
     ):
-        places = range(len(rows))[start : start + batch_size]
+        places = range(len(rows))[start : start + BATCH_SIZE]
         batch = [rows[place]["question"] for place in places]
-        texts = {name: written(pipe, form.rows(places), batch, new_tokens) for name, form in forms.items()}
+        texts = {name: written(pipe, form.rows(places), batch) for name, form in forms.items()}
         exact, p = texts[EXACT]
         for name, (found, q) in texts.items():
             answers[name] += [pipe.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in found]
@@ -162,9 +167,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.quantized_memories.measure", description=__doc__)
-    made.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = made.add_argument
+    parser = script_parser(__doc__)
+    add = parser.add_argument
     add("--data", required=True, help="Parquet file with context, question and answers, such as SQuAD's dev set")
     add("--questions", type=positive_int, default=100, help="default: 100")
     add("--seed", type=int, default=0, help="draws the questions (default: 0)")
@@ -174,10 +178,8 @@ def build_parser() -> argparse.ArgumentParser:
         default=str(CHECKPOINTS / "smollm2-135m-instruct-mean-pooling"),
         help="folder or Hub id (default: the repository's of mean pooling)",
     )
-    add("--batch-size", type=positive_int, default=20, help="questions at once (default: 20)")
-    add("--new-tokens", type=positive_int, default=16, help="longest answer (default: 16)")
-    add_place_arguments(made)
-    return made
+    add_place_arguments(parser)
+    return parser
 
 
 @tells_errors
@@ -187,13 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = device_of(arguments)
     rows = drawn(arguments.data, arguments.questions, arguments.seed)
     pipe = CorpusCompressor(arguments.checkpoint, device=str(device), dtype="float32").pipe
-    results = [
-        result
-        for ratio in arguments.ratios
-        for result in measured(pipe, rows, ratio, arguments.batch_size, arguments.new_tokens)
-    ]
-    for name in ("data", "checkpoint"):
-        setattr(arguments, name, Path(getattr(arguments, name)).name)
+    results = [result for ratio in arguments.ratios for result in measured(pipe, rows, ratio)]
+    arguments.data, arguments.checkpoint = Path(arguments.data).name, Path(arguments.checkpoint).name
     save_and_report(__file__, arguments, results, table(results), results[0]["carrier"])
     return 0
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache
 
-from benchmarks.common.tools import add_output_argument, positive_int, save_and_report, tells_errors
+from benchmarks.common.tools import add_output_argument, positive_int, save_and_report, script_parser, tells_errors
 from benchmarks.ranked_key_values.choosing import CHECKPOINT, load
 from context_compressors.demo import read_pages
 from context_compressors.modeling.memory.key_value_memory import cache_bytes, key_value_shape
@@ -36,7 +36,7 @@ def text_cache(config: Any, length: int) -> Cache:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--checkpoint", default=CHECKPOINT, metavar="FOLDER", help=f"default: {CHECKPOINT}")
     parser.add_argument("--lengths", type=positive_int, nargs="+", default=[2000, 8000], metavar="N")
     parser.add_argument("--ratios", type=positive_int, nargs="+", default=[4, 8, 16])

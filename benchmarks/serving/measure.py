@@ -22,17 +22,18 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
-from benchmarks.common.tools import DTYPES, add_place_arguments, positive_int, save_and_report, tells_errors
+from benchmarks.common.tools import add_place_arguments, positive_int, save_and_report, script_parser, tells_errors
 from context_compressors import generate_document
 from context_compressors.reporting.tables import markdown_table
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "checkpoints" / "smollm2-135m-instruct-mean-pooling"
+WAYS, DTYPE, BATCH_SIZE = ("text", "4x", "8x"), "float32", 8
 _QUESTION = "What is this text about?"
 # Longest generated document; longer texts are several of them.
 _PART_TOKENS = 1024
@@ -87,8 +88,8 @@ def document(seed: int, num_tokens: int, tokenizer: Any) -> str:
     return " ".join(generate_document(1000 * seed + part, **options).text for part in range(num_parts))
 
 
-def ask(server: Server, content: Any, new_tokens: int) -> tuple[float, float]:
-    """Seconds to the first and to the last token of an answer."""
+def ask(server: Server, content: Any, new_tokens: int) -> float:
+    """Return the seconds to the first token of an answer, which is read to its end."""
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": new_tokens, "stream": True}
     start, first = time.perf_counter(), None
     for line in server.post("/v1/chat/completions", body):
@@ -97,8 +98,7 @@ def ask(server: Server, content: Any, new_tokens: int) -> tuple[float, float]:
             choice = json.loads(event)["choices"][0]
             if first is None and (choice["delta"].get("content") or choice["finish_reason"]):
                 first = time.perf_counter() - start
-    last = time.perf_counter() - start
-    return last if first is None else first, last
+    return time.perf_counter() - start if first is None else first
 
 
 def contents(server: Server, texts: Sequence[str], way: str) -> tuple[list[Any], float]:
@@ -118,29 +118,23 @@ def measure(
     """One row: clients that have the texts in turn, in one of the ways."""
     held, compression = contents(server, texts, way)
 
-    def client(number: int) -> list[tuple[float, float]]:
+    def client(number: int) -> list[float]:
         content = held[number % len(held)]
         return [ask(server, content, arguments.new_tokens) for _ in range(arguments.rounds)]
 
     start, processor = time.perf_counter(), server.processor_seconds()
     with ThreadPoolExecutor(clients) as pool:
-        times = [pair for pairs in pool.map(client, range(clients)) for pair in pairs]
+        times = [seconds for of_client in pool.map(client, range(clients)) for seconds in of_client]
     seconds, processor = time.perf_counter() - start, server.processor_seconds() - processor
-    first, last = zip(*times, strict=True)
     row = {"clients": clients, "way": way, "requests": len(times), "seconds": seconds}
     row |= {"requests_per_second": len(times) / seconds, "processor_seconds": processor / len(times)}
-    row |= {"compression_processor_seconds": compression}
-    for name, values in (("first", first), ("last", last)):
-        row |= {f"{name}_token_p{share}": float(np.percentile(values, share)) for share in (50, 95)}
-    return row
+    return row | {"compression_processor_seconds": compression, "first_token_p50": median(times)}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the results as a table."""
-    header = ["tokens", "clients", "from", "requests a second", "first token p50", "p95", "last token p50"]
-    header += ["processor, a request", "a memory"]
-    names = ["first_token_p50", "first_token_p95", "last_token_p50", "processor_seconds"]
-    names += ["compression_processor_seconds"]
+    header = ["tokens", "clients", "from", "requests a second", "first token p50", "processor, a request", "a memory"]
+    names = ["first_token_p50", "processor_seconds", "compression_processor_seconds"]
     lines = [
         [f"{row['tokens']:,}", str(row["clients"]), row["way"], f"{row['requests_per_second']:.2f}"]
         + [f"{row[name]:.2f} s" if row[name] else "" for name in names]
@@ -149,30 +143,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(header, lines)
 
 
-def way_of(text: str) -> str:
-    """An argument that is "text", or a ratio such as "4x"."""
-    if text != "text":
-        positive_int(text.removesuffix("x"))
-        text = f"{text.removesuffix('x')}x"
-    return text
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.serving.measure", description=__doc__)
-    made.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = made.add_argument
+    parser = script_parser(__doc__)
+    add = parser.add_argument
     add("--checkpoint", default=str(CHECKPOINT), help="default: that of this repository")
     add("--clients", type=positive_int, nargs="+", default=[1, 8, 64], help="default: 1 8 64")
     add("--tokens", type=positive_int, nargs="+", default=[512], help="of a document (default: 512)")
     add("--documents", type=positive_int, default=64, help="different ones, at most (default: 64)")
-    add("--ways", type=way_of, nargs="+", default=["text", "4x", "8x"], help="default: text 4x 8x")
     add("--new-tokens", type=positive_int, default=16, help="longest answer (default: 16)")
     add("--rounds", type=positive_int, default=3, help="requests of each client (default: 3)")
-    add("--batch-size", type=positive_int, default=8, help="of the server (default: 8)")
-    add("--dtype", choices=DTYPES, default="float32", help="default: float32")
-    add_place_arguments(made)
-    return made
+    add_place_arguments(parser)
+    return parser
 
 
 @tells_errors
@@ -182,9 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
     options = [
         "--dtype",
-        arguments.dtype,
+        DTYPE,
         "--config",
-        f"{{batch_size: {arguments.batch_size}, timeout: 3600, max_tokens: 1000000}}",
+        f"{{batch_size: {BATCH_SIZE}, timeout: 3600, max_tokens: 1000000}}",
         "--device",
         arguments.device,
     ]
@@ -194,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes = [(tokens, clients) for tokens in arguments.tokens for clients in arguments.clients]
         for tokens, clients in tqdm(sizes, disable=not sys.stderr.isatty()):
             texts = [document(1 + number, tokens, tokenizer) for number in range(min(clients, arguments.documents))]
-            for way in arguments.ways:
+            for way in WAYS:
                 rows.append({"tokens": tokens, **measure(server, texts, clients, way, arguments)})
                 print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     finally:

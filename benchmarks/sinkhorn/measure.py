@@ -24,9 +24,9 @@ from benchmarks.common.tools import (
     add_place_arguments,
     device_of,
     peak_bytes,
-    positive_float,
     positive_int,
     save_and_report,
+    script_parser,
     seconds,
     tells_errors,
 )
@@ -34,6 +34,8 @@ from context_compressors.modeling.parts.optimal_transport import sinkhorn
 from context_compressors.reporting.tables import markdown_table
 
 PASSES = ("forward", "forward and backward")
+# Tokens of a window, entropic strength and iterations.
+SENDERS, SETTINGS = 128, (0.1, 30)
 
 
 def by_autograd(cost: Tensor, source_mass: Tensor, target_mass: Tensor, epsilon: float, num_iterations: int) -> Tensor:
@@ -78,10 +80,9 @@ def call_of(
 def measure(arguments: argparse.Namespace, num_windows: int, num_receivers: int, which: str) -> dict[str, Any]:
     """One row of the result: seconds of every turn and peak memory, of each implementation."""
     device = device_of(arguments)
-    tensors = windows(num_windows, arguments.senders, num_receivers, device)
-    settings = arguments.epsilon, arguments.iterations
+    tensors = windows(num_windows, SENDERS, num_receivers, device)
     calls = {
-        name: call_of(implementation, tensors, settings, which != "forward")
+        name: call_of(implementation, tensors, SETTINGS, which != "forward")
         for name, implementation in IMPLEMENTATIONS.items()
     }
     for call in calls.values():
@@ -92,7 +93,7 @@ def measure(arguments: argparse.Namespace, num_windows: int, num_receivers: int,
             times[name].append(seconds(call, device))
     return {
         "num_windows": num_windows,
-        "num_senders": arguments.senders,
+        "num_senders": SENDERS,
         "num_receivers": num_receivers,
         "pass": which,
         "peak_bytes": {name: peak_bytes(call, device) for name, call in calls.items()},
@@ -127,15 +128,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = script_parser(__doc__)
     add = parser.add_argument
     add("--windows", nargs="+", type=positive_int, default=[64], metavar="B", help="default: 64")
-    add("--senders", type=positive_int, default=128, metavar="T", help="tokens of a window (default: 128)")
     add("--receivers", nargs="+", type=positive_int, default=[32], metavar="K", help="slots of a window (default: 32)")
-    add("--epsilon", type=positive_float, default=0.1, metavar="E", help="entropic strength (default: 0.1)")
-    add("--iterations", type=positive_int, default=30, metavar="N", help="default: 30")
     add("--repeats", type=positive_int, default=7, metavar="N", help="turns of each (default: 7)")
     add_place_arguments(parser)
     return parser

@@ -21,7 +21,7 @@ from transformers import Pipeline
 from benchmarks.answer_ten_questions.measure import num_shared
 from benchmarks.common.answers import AnswerLines
 from benchmarks.common.questions import questions_by_context
-from benchmarks.common.tools import add_output_argument, positive_int, save_and_report, tells_errors
+from benchmarks.common.tools import add_output_argument, positive_int, save_and_report, script_parser, tells_errors
 from context_compressors.demo import load
 from context_compressors.evaluation.bootstrap import mean_statistic, percentile_interval, resampled_scores
 from context_compressors.evaluation.metrics import substring_accuracy
@@ -134,7 +134,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     name = "checkpoints/smollm2-135m-instruct-mean-pooling"
     parser.add_argument("--model", default=name, metavar="FOLDER", help=f"default: {name}")
     parser.add_argument("--source", required=True, metavar="FILE", help="SQuAD dev as Parquet")

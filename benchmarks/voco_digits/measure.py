@@ -30,9 +30,9 @@ from transformers.utils import logging
 from benchmarks.common.tools import (
     add_place_arguments,
     device_of,
-    positive_float,
     positive_int,
     save_and_report,
+    script_parser,
     tells_errors,
 )
 from context_compressors import VoCoForCausalLM
@@ -41,21 +41,16 @@ from context_compressors.reporting.tables import markdown_table
 BOS, EOS, PAD, IMAGE, QUESTION = range(10, 15)
 LAYOUTS = ("default", "enhanced")
 PARTS = {"train": 1197, "choose": 300, "report": 300}
-IMAGE_SIZE = 8
+IMAGE_SIZE, HIDDEN_SIZE, LAYERS = 8, 32, 2
+BATCH_SIZE, RATE = 32, 6e-3
 # Steps between two looks at the part by which the step is chosen.
 LOOK_EVERY = 25
 
 
 def digits(device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
-    """Pictures `(n, 1, 8, 8)` between -1 and 1 and their digits `(n,)`, of each part; always the same parts.
+    """Pictures `(n, 1, 8, 8)` between -1 and 1 and their digits `(n,)`, of each part; always the same parts."""
+    from sklearn.datasets import load_digits
 
-    Raises:
-        ImportError: scikit-learn is not installed.
-    """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError("the digits are scikit-learn's: pip install -e '.[benchmarks]' in the clone") from error
     found = load_digits()
     pictures = torch.tensor(found.images, dtype=torch.float32, device=device)[:, None] / 8 - 1
     labels = torch.tensor(found.target, device=device)
@@ -63,21 +58,15 @@ def digits(device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
     return {part: (pictures[rows], labels[rows]) for part, rows in zip(PARTS, order, strict=True)}
 
 
-def language_and_vision(num_image_tokens: int, hidden_size: int, layers: int) -> LlavaForConditionalGeneration:
-    """A LLaVA that has not been trained, with so many image tokens for a picture.
-
-    Raises:
-        ValueError: these are no square of patches.
-    """
+def language_and_vision(num_image_tokens: int) -> LlavaForConditionalGeneration:
+    """An untrained LLaVA with 1, 4, 16 or 64 image tokens for a picture of 8 by 8 pixels."""
     side = math.isqrt(num_image_tokens)
-    if side**2 != num_image_tokens or IMAGE_SIZE % side:
-        raise ValueError(f"--image-tokens must be 1, 4, 16 or 64: 8 by 8 pixels in patches, got {num_image_tokens}")
-    shape = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "num_attention_heads": 4}
+    shape = {"hidden_size": HIDDEN_SIZE, "intermediate_size": 2 * HIDDEN_SIZE, "num_attention_heads": 4}
     vision = CLIPVisionConfig(
         **shape, num_hidden_layers=1, num_channels=1, image_size=IMAGE_SIZE, patch_size=IMAGE_SIZE // side
     )
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "vocab_size": QUESTION + 1}
-    text = LlamaConfig(**shape, **ids, num_hidden_layers=layers, max_position_embeddings=256)
+    text = LlamaConfig(**shape, **ids, num_hidden_layers=LAYERS, max_position_embeddings=256)
     parts = {"vision_config": vision, "text_config": text}
     config = LlavaConfig(**parts, image_token_index=IMAGE, image_seq_length=num_image_tokens, vision_feature_layer=-1)
     return LlavaForConditionalGeneration(config)
@@ -115,25 +104,14 @@ class Reader:
         return self.logits(pictures, labels)[:, -2].argmax(dim=1) == labels
 
 
-def train(
-    reader: Reader, data: dict[str, tuple[Tensor, Tensor]], steps: int, rate: float, batch_size: int, seed: int
-) -> list[float]:
-    """Train what trains of a reader's model, and leave it at the step that did best on the choosing part.
+def train(reader: Reader, data: dict[str, tuple[Tensor, Tensor]], steps: int, seed: int) -> list[float]:
+    """Train a reader's model and leave it at its best step on the choosing part; its accuracies there.
 
-    Args:
-        reader: the reader.
-        data: of `digits`.
-        steps: steps of AdamW, whose rate falls to 0 along a cosine after a warmup of 3 %, as in VoCo-LLaMA's training.
-        rate: the highest rate.
-        batch_size: pictures of a step.
-        seed: of the order of pictures.
-
-    Returns:
-        The accuracy on the choosing part after every `LOOK_EVERY` steps.
+    AdamW's rate falls to 0 along a cosine after a warmup of 3 %, as in VoCo-LLaMA's training.
     """
     model, (pictures, labels) = reader.model, data["train"]
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0)
     warmup = max(1, round(0.03 * steps))
 
     def factor(step: int) -> float:
@@ -145,7 +123,7 @@ def train(
     best: dict[str, Tensor] = {}
     for step in range(steps):
         model.train()
-        rows = torch.randint(len(labels), (batch_size,), generator=generator).to(labels.device)
+        rows = torch.randint(len(labels), (BATCH_SIZE,), generator=generator).to(labels.device)
         loss = answer_loss(reader.logits(pictures[rows], labels[rows]), labels[rows])
         optimizer.zero_grad()
         loss.backward()
@@ -172,12 +150,11 @@ def measure(arguments: argparse.Namespace, num_image_tokens: int) -> list[dict[s
         if curve is not None:
             row.setdefault("choosing_accuracy", []).append(curve)
 
-    schedule = (arguments.rate, arguments.batch_size)
     for seed in arguments.seeds:
         torch.manual_seed(seed)
-        base = language_and_vision(num_image_tokens, arguments.hidden_size, arguments.layers).to(device)
+        base = language_and_vision(num_image_tokens).to(device)
         reader = Reader(base, num_image_tokens)
-        note("image", reader, train(reader, data, arguments.base_steps, *schedule, seed))
+        note("image", reader, train(reader, data, arguments.base_steps, seed))
         note("no image", Reader(base))
         with tempfile.TemporaryDirectory() as folder:
             base.save_pretrained(folder)
@@ -194,7 +171,7 @@ def measure(arguments: argparse.Namespace, num_image_tokens: int) -> list[dict[s
                     reader = Reader(model, num_image_tokens, num_voco)
                     settings = {"voco_tokens": num_voco, "layout": layout}
                     note(f"{num_voco} VoCo, {layout}, untrained", reader, **settings)
-                    curve = train(reader, data, arguments.steps, *schedule, seed)
+                    curve = train(reader, data, arguments.steps, seed)
                     note(f"{num_voco} VoCo, {layout}", reader, curve, **settings)
         print(f"{num_image_tokens} image tokens, seed {seed}: " + ", ".join(map(_latest, rows.values())), flush=True)
     return list(rows.values())
@@ -205,12 +182,7 @@ def _latest(row: dict[str, Any]) -> str:
 
 
 def interval(right: Sequence[Sequence[int]] | np.ndarray, num_resamples: int = 2000) -> tuple[float, float, float]:
-    """Mean accuracy in percent and its 95 % interval, of a bootstrap that draws seeds and pictures.
-
-    Args:
-        right: `(num_seeds, num_pictures)`, 1 for a right answer; or differences of two of these.
-        num_resamples: number of draws.
-    """
+    """Mean of `(num_seeds, num_pictures)` in percent and its 95 % interval over seeds and pictures."""
     values, generator = np.asarray(right, dtype=np.float64), np.random.default_rng(0)
     seeds, pictures = values.shape
     drawn = [
@@ -246,19 +218,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = script_parser(__doc__)
     add = parser.add_argument
     add("--image-tokens", nargs="+", type=positive_int, default=[16, 64], metavar="N", help="default: 16 64")
     add("--voco-tokens", nargs="+", type=positive_int, default=[1, 2], metavar="M", help="default: 1 2")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="S", help="default: 0 1 2")
     add("--base-steps", type=positive_int, default=400, metavar="N", help="of the base's training (default: 400)")
     add("--steps", type=positive_int, default=200, metavar="N", help="of each training of VoCo (default: 200)")
-    add("--batch-size", type=positive_int, default=32, metavar="B", help="default: 32")
-    add("--rate", type=positive_float, default=6e-3, metavar="R", help="highest learning rate (default: 0.006)")
-    add("--hidden-size", type=positive_int, default=32, metavar="H", help="divisible by 4 (default: 32)")
-    add("--layers", type=positive_int, default=2, metavar="L", help="of the language model (default: 2)")
     add_place_arguments(parser)
     return parser
 

@@ -23,18 +23,6 @@ def llama(**fields) -> LlamaConfig:
 # --- settings ---
 
 
-def test_a_setting_is_the_papers_on_a_gpu_and_small_on_a_cpu(script):
-    parse = script("answer_latency.measure").parse
-    gpu, cpu = (parse(["--setting", "table7", "--device", device]) for device in ("cuda", "cpu"))
-    for arguments in (gpu, cpu):
-        assert (arguments.method, arguments.lengths, arguments.ratios) == ("gmsa", [3253], [4, 8])
-        assert (arguments.new_tokens, arguments.static_cache, arguments.merge_adapters) == (100, True, True)
-    assert (gpu.shape, gpu.dtype, gpu.batch_sizes) == ("llama-2-7b", "bfloat16", [1, 8, 32])
-    assert (cpu.shape, cpu.dtype, cpu.batch_sizes) == (None, "float32", [1])
-    long = parse(["--setting", "table8", "--device", "cuda", "--batch-sizes", "2"])
-    assert (long.shape, long.lengths, long.batch_sizes) == ("qwen2-7b", [32768], [2])
-
-
 @pytest.mark.slow
 def test_the_papers_setting_runs_small_on_a_cpu(script, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     latency, output = script("answer_latency.measure"), tmp_path / "latency.json"

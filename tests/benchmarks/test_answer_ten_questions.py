@@ -74,22 +74,6 @@ def test_answers_from_a_kept_cache_are_those_of_generate(script, checkpoint: Pat
     assert 0 < reader.num_bytes // (2 * 2 * 8 * 4) - places < 60
 
 
-def test_medians_are_taken_of_what_people_wait_for(script):
-    found = [
-        {"compression": 1.0, "reading": 2.0, "answers": [4.0, 5.0, 6.0, 10.0]},
-        {"compression": 2.0, "reading": 2.0, "answers": [4.0, 5.0, 7.0, 10.0]},
-        {"compression": 9.0, "reading": 3.0, "answers": [4.0, 5.0, 5.0, 10.0]},
-    ]
-    assert script("answer_ten_questions.measure").times(found) == {
-        "compress": 2.0,
-        "read": 2.0,
-        "first answer": 8.0,
-        "each further": 6.0,
-        "all": 30.0,
-        "all, if compressed before": 27.0,
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["chat"], indirect=True)
 def test_every_length_has_a_row_for_the_text_and_each_ratio_and_too_long_a_page_is_cut(

@@ -74,7 +74,3 @@ def test_the_page_shows_the_result_file_with_every_method(sizes):
     rows = json.loads((ROOT / "benchmarks" / "checkpoint_sizes" / "sizes.json").read_text())["rows"]
     assert [row["method"] for row in rows] == list(METHODS)
     assert sizes.table_of(rows, [4, 16]) in (ROOT / "benchmarks" / "checkpoint_sizes" / "README.md").read_text()
-
-
-def test_comprexit_is_under_40_mb(sizes):
-    assert sizes.row_of("comprexit", "llama-3.2-1b", [4])["own_parameters"] * sizes.BYTES < 40e6

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from comparison_files import ask, write_answers, write_member
+from comparison_files import ask, write_answers
 
 
 @pytest.mark.slow
@@ -65,24 +65,6 @@ def test_the_committed_page_is_that_of_the_committed_file(script, tmp_path: Path
         assert (tmp_path / name).read_text() == (plan.HERE / name).read_text(), name
 
 
-def test_methods_that_are_not_above_no_context_are_named(script, comparison, tokenizer, tmp_path: Path):
-    results, page, systems = script("comparison.results"), script("comparison.page"), comparison(tmp_path)
-    ask(systems, tokenizer)
-    write_member(systems, "mean_pooling", "mean_pooling", {2: (12, 400), 4: (0, 200), 8: (3, 100)})
-    write_member(systems, "gmsa", "gmsa", {2: (0, 400), 4: (3, 200), 8: (3, 100)})
-    assert results.gather(systems)["against_no_context"] == {}, "it is not answered"
-    of_none = [f"Nora Zill {number}" if number < 3 else "bees" for number in range(12)]
-    write_answers(systems.peers, "no_context", 0, of_none, systems.table)
-    content = results.gather(systems)
-    assert [(at["ratio"], at["difference"]) for at in content["against_no_context"]["gmsa"]] == [
-        (2, -25),
-        (4, 0),
-        (8, 0),
-    ]
-    content["family"] = dict.fromkeys(["mean_pooling", "gmsa"])
-    assert "not significantly above no context at any ratio: GMSA." in page.page(content)
-
-
 @pytest.mark.slow
 def test_published_rows_stay_until_as_much_is_answered_again(
     script, comparison, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -134,38 +116,49 @@ def test_published_rows_stay_until_as_much_is_answered_again(
     assert row["costs"]["answer_seconds"] == 0.2, "not timed again"
 
 
-@pytest.mark.slow
-def test_ratios_of_a_system_have_rows_and_orderings(script, comparison, tokenizer, tmp_path: Path):
-    results, page, systems = script("comparison.results"), script("comparison.page"), comparison(tmp_path)
-    ask(systems, tokenizer)
-    write_member(systems, "mean_pooling", "mean_pooling", {2: (12, 400), 4: (12, 200), 8: (0, 100)})
-    write_member(systems, "mean_pooling_4x", "mean_pooling", {4: (0, 200)})
-    write_member(systems, "xrag", "xrag", {180: (12, 50)})
-    write_member(
-        systems, "kv_zip", "kv_zip", {2: (12, 9000), 4: (12, 4000), 8: (12, 1000), 16: (12, 500), 32: (0, 300)}
-    )
-    write_answers(systems.peers, "no_context", 0, ["bees"] * 12, systems.table)
-    for ratio in (2, 4, 8):
-        write_answers(systems.peers, "cut", ratio, ["bees"] * 12, systems.table)
-    content = results.gather(systems)
-    means = [row for row in content["rows"] if row["set"] == "mean"]
-    assert [row["ratio"] for row in means if row["system"] == "mean_pooling"] == [2, 4, 8]
-    found = {(entry["first"], entry["second"]): entry["ratios"] for entry in content["orderings"]}
-    # At those ratios that a system has.
-    for name, ratios in (("mean_pooling", [2, 4, 8]), ("mean_pooling_4x", [4])):
-        assert [(at["ratio"], at["second_ratio"]) for at in found[name, "cut"]] == [(ratio, ratio) for ratio in ratios]
-    assert ("xrag", "cut") not in found
-    page.write(content, tmp_path / "page")
-    written = (tmp_path / "page" / "README.md").read_text()
-    scores, _, pairs = written.partition("## Paired differences")
-    assert re.search(r"\| Mean pooling, 4x alone +\| vectors +\|[^|]*\| +0.0 [^|]*\|[^|]*\| inconclusive +\|", scores)
-    assert "xRAG" not in scores.partition("## Scores")[2]
-    assert re.search(r"\| Mean pooling +\| Mean pooling, 4x alone +\| +\| higher: \+100.0 [^|]*\| +\|", pairs)
-    assert re.search(r"\| xRAG, 180x +\| No context +\| higher: \+100.0", pairs)
-    # As published rows they are paired as before.
-    scores = script("comparison.scores")
-    published = script("comparison.plan").read_results(tmp_path / "page" / "comparison.json")["rows"]
-    again = scores.published_scores(
-        [row for row in published if row["system"] == "mean_pooling"], scores.questions_of(systems)
-    )
-    assert set(again) == {2, 4, 8}
+def test_the_documents_of_the_committed_file_are_apart(script):
+    plan = script("comparison.plan")
+    content = plan.read_results(plan.PUBLISHED)
+    documents = content.get("documents_apart", {}).get("documents", {})
+    parts = {name: set(documents.pop(name, "").split()) for name in ("trained", "chose")}
+    parts["reported"] = {id_ for ids in documents.values() for id_ in ids.split()}
+    assert sum(map(len, parts.values())) == len(set().union(*parts.values()))
+
+
+def test_what_is_published_is_not_done_again_unless_that_is_asked_for(
+    script, comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(script("comparison.plan"), "PUBLISHED", tmp_path / "comparison.json")
+    table = comparison(tmp_path).table
+    rows = [
+        {"system": name, "ratio": ratio, **of_set}
+        for of_set in ({"set": "mean", "num_questions": 8}, {"set": "squad", "by_question": [[100.0]]})
+        for name, ratios in (
+            ("cut", (2, 4, 8)),
+            ("snapkv", (2, 4)),
+            ("mean_pooling", (2, 4, 8)),
+            ("snap_kv", (2, 4, 8)),
+        )
+        for ratio in ratios
+    ]
+    content = {"settings": {**table, "budget": {}}, "reader": "base", "rows": rows}
+    (tmp_path / "comparison.json").write_text(json.dumps(content))
+
+    def systems(*options: str) -> set[str]:
+        jobs = [job.name for stage in comparison(tmp_path, *options).stages() for jobs in stage for job in jobs]
+        return {name.removeprefix("peers/").partition("/")[0] for name in jobs}
+
+    everything = systems("--again")
+    # Memories of mean pooling are to be rounded, too: its checkpoint is needed.
+    assert everything - systems() == {"cut", "snap_kv"}
+    assert {"cut", "snapkv", "mean_pooling", "mean_pooling_int4", "snap_kv"} <= everything
+    # Rows of fewer questions are done again, and so are those that cannot be paired.
+    fewer = [row | {"num_questions": 6} if row["set"] == "mean" and row["system"] == "cut" else row for row in rows]
+    (tmp_path / "comparison.json").write_text(json.dumps(content | {"rows": fewer}))
+    assert everything - systems() == {"snap_kv"}
+    content["rows"] = [row for row in rows if row["set"] == "mean" or row["system"] != "cut"]
+    (tmp_path / "comparison.json").write_text(json.dumps(content))
+    assert everything - systems() == {"snap_kv"}
+    # Of more seeds there is nothing, and another reader's answers are others.
+    assert systems("--seeds", "1", "2") == everything
+    assert systems("--reader", "other") - {"reader"} == everything
