@@ -35,11 +35,6 @@ _WORDS: dict[str, Any] = {
 }
 
 
-def cut_context(context_ids: Sequence[int], budget: int) -> list[int]:
-    """The first `budget` tokens of a context."""
-    return list(context_ids[:budget])
-
-
 def informative_context(context_ids: Sequence[int], information: Sequence[float], budget: int) -> list[int]:
     """The `budget` tokens of a context with the most self-information, in the order of the text."""
     places = np.argsort(-np.asarray(information), kind="stable")[:budget]
@@ -61,10 +56,9 @@ def kept_words(
 
 @torch.inference_mode()
 def self_information(model: PreTrainedModel, start_token_id: int, context_ids: Sequence[int]) -> list[float]:
-    """How little a compressor's base expects each token of a context behind those before it, in nats.
+    """Return the surprise in nats of each token of a context to a compressor's base.
 
-    What LLMLingua drops tokens by (Jiang et al., 2023), without its budget by passage and its windows: all tokens of
-    the context compete.
+    LLMLingua drops tokens by it (Jiang et al., 2023), in windows and with budgets by passage, which are left out here.
     """
     ids = torch.tensor([[start_token_id, *context_ids]], device=model.device)
     with model.base_language_model():

@@ -9,9 +9,9 @@ import json
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.compute
@@ -95,15 +95,12 @@ def load_datasets(
     """Read the data sets of an evaluation.
 
     Args:
-        sources: in any form that `parse_sources` takes; a `max_samples` of theirs is drawn for each task, and a source
-            with `by` becomes a data set for each value of that column. Of kind "needles", their running text becomes
-            contexts of one length.
-        tokenizer: measures the length of generated documents.
+        sources: in any form that `parse_sources` takes; one with `by` becomes a data set for each value of that
+            column, one of kind "needles" contexts of one length.
+        tokenizer: measures the length of generated documents and needles, which `seed` draws.
         domain: "in" or "out".
         data_dir: folder that files are relative to.
-        seed: draws generated documents and needles.
-        num_documents: number of generated documents, and of needles.
-        document_tokens: length limit of these, where their source has none.
+        num_documents, document_tokens: number and length of generated documents and needles, where a source has none.
     """
     for place in sources:
         if isinstance(place, str) and (Path(data_dir or ".") / place).is_dir():
@@ -138,10 +135,7 @@ def sources_of_task(sources: Sequence[str], task: str, lengths: Sequence[int]) -
 
 
 def source_in_report(source: DataSource) -> dict[str, Any]:
-    """What a report says of a source, as JSON holds it: fields that are not the default, and a Hub data set's split.
-
-    Of files and folders it is the last part of their names alone.
-    """
+    """Return the fields of a source for a report, as JSON holds them, of files and folders the last part alone."""
     found = {
         field.name: value
         for field in fields(source)
@@ -157,7 +151,7 @@ def source_in_report(source: DataSource) -> dict[str, Any]:
 
 
 def data_set_name(source: DataSource) -> str:
-    """What reports call the data set of a source: its title, or what names it, of folders the last part alone."""
+    """Return the name of a source's data set: its title, or its place, of folders the last part alone."""
     if source.title is not None:
         return source.title
     if source.path is not None:
@@ -251,11 +245,9 @@ def _draw_document(
 # --- one fact in running text, asked for at several lengths ---
 
 
-@dataclass(frozen=True)
-class Needle:
-    """A sentence with one fact, and the question that asks for it."""
+class Needle(NamedTuple):
+    """A sentence with one fact about a town, and the question that asks for it."""
 
-    kind: str
     town: str
     sentence: str
     question: str
@@ -263,7 +255,7 @@ class Needle:
 
 
 def draw_needle(kind: str, rng: random.Random) -> Needle:
-    """Draw a fact."""
+    """Draw a fact of one of `NEEDLE_KINDS`."""
     sentence, question = rng.choice(_FACTS[kind])
     town = rng.choice(_TOWNS)
     if kind == "numbers":
@@ -276,7 +268,7 @@ def draw_needle(kind: str, rng: random.Random) -> Needle:
     else:
         day, month, year = rng.randint(1, 28), rng.choice(_MONTHS), rng.randint(1801, 1999)
         answers = (f"{day} {month} {year}", f"{month} {day}, {year}")
-    return Needle(kind, town, sentence.format(t=town, v=answers[0]), question.format(t=town), answers)
+    return Needle(town, sentence.format(t=town, v=answers[0]), question.format(t=town), answers)
 
 
 def needle_examples(
@@ -288,46 +280,35 @@ def needle_examples(
 ) -> list[dict[str, Any]]:
     """Contexts of running text with one needle each, at a place drawn uniformly between two sentences.
 
-    A context has at most `num_tokens` tokens, of sentences that follow one another and go on in the next text. The
-    kinds of needles take turns, and the same needles are hidden at every length.
+    A context has at most `num_tokens` tokens and goes on in the next text. All lengths have the same needles.
 
     Returns:
-        Rows with `id` (kind and number), `context`, `question`, `answers` and `source_texts`, those of `texts` that
-        the context is taken from.
+        Rows with `id` (kind and number), `context`, `question`, `answers` and `source_texts`.
     """
     examples = []
     for number in range(num_needles):
-        needle = draw_needle(NEEDLE_KINDS[number % len(NEEDLE_KINDS)], random.Random(f"{seed}/needle/{number}"))
+        kind = NEEDLE_KINDS[number % len(NEEDLE_KINDS)]
+        needle = draw_needle(kind, random.Random(f"{seed}/needle/{number}"))
         rng = random.Random(f"{seed}/{num_tokens}/{number}")
-        context, sources = hidden_in_text(
-            [needle.sentence], [needle.town, *needle.answers], texts, tokenizer, num_tokens, rng
-        )
-        row = {"id": f"{needle.kind}/{number}", "context": context, "question": needle.question}
+        context, sources = _hidden_in_text(needle, texts, tokenizer, num_tokens, rng)
+        row = {"id": f"{kind}/{number}", "context": context, "question": needle.question}
         examples.append({**row, "answers": list(needle.answers), "source_texts": sources})
     return examples
 
 
-def hidden_in_text(
-    hidden: Sequence[str],
-    avoided: Sequence[str],
-    texts: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    num_tokens: int,
-    rng: random.Random,
+def _hidden_in_text(
+    needle: Needle, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, num_tokens: int, rng: random.Random
 ) -> tuple[str, list[str]]:
-    """Running text with sentences in it, each at a place of its own, drawn uniformly between two others."""
-    room = num_tokens - sum(len(encode(tokenizer, " " + sentence)) for sentence in hidden)
+    """Running text with the needle at a random place between two sentences, and the texts that it is from."""
+    room = num_tokens - len(encode(tokenizer, " " + needle.sentence))
     if room < 1:
-        raise ValueError(f"a context of {num_tokens} tokens has no room for {hidden[0]!r} and text around it")
-    depths, start = [rng.random() for _ in hidden], rng.random()
+        raise ValueError(f"a context of {num_tokens} tokens has no room for {needle.sentence!r} and text around it")
+    depth, start = rng.random(), rng.random()
     while True:
-        sentences, ends, taken = _running_text(avoided, texts, tokenizer, room, start)
-        parts, last = [], 0
-        for depth, sentence in sorted(zip(depths, hidden, strict=True)):
-            place = min(range(len(ends)), key=lambda index: abs(ends[index] - depth * room))
-            parts += ["".join(sentences[last:place]).strip(), sentence]
-            last = place
-        context = " ".join(filter(None, [*parts, "".join(sentences[last:]).strip()]))
+        sentences, ends, taken = _running_text([needle.town, *needle.answers], texts, tokenizer, room, start)
+        place = min(range(len(ends)), key=lambda index: abs(ends[index] - depth * room))
+        parts = ["".join(sentences[:place]).strip(), needle.sentence, "".join(sentences[place:]).strip()]
+        context = " ".join(filter(None, parts))
         # Joined, the parts may have a token more.
         surplus = len(encode(tokenizer, context)) - num_tokens
         if surplus <= 0:

@@ -49,33 +49,27 @@ def evaluate_model(
 ) -> EvaluationReport:
     """Score a model on data sets: without context, with full context, and a compressor at every ratio.
 
-    All conditions see the same samples and the same prompt, the first template of each task; behind slots, a method's
-    task token takes the place of BOS. Answers and summaries are written greedily; reconstructions and continuations
-    are scored token by token given the right text before. Every score has a bootstrap interval over documents.
+    All conditions see the same samples and the same prompt, the first template of each task. Answers and summaries are
+    written greedily; reconstructions and continuations are scored token by token given the right text before.
 
     Args:
         model: a compressor's `...ForCausalLM`, or a plain causal language model for the two bounds alone.
-        tokenizer: the tokenizer saved with it.
-        datasets: what to score; a data set takes part in the tasks that its columns allow.
-        settings: options, see `EvaluationSettings`.
-        teacher: language model of the two bounds; the compressor's own decoder as a plain language model when `None`.
+        teacher: language model of the two bounds; the compressor's own decoder when `None`.
         model_name: how the report calls the model; the last part of its Hub id or folder when `None`.
         num_parameters: of the checkpoint, where adapters are merged; the model's when `None`.
-        progress: whether to show a progress bar.
-        notes: what the report's settings should say besides.
-        records: by name, what trained and chose the models; what stands beside their weights when `None`. Documents
-            among these are refused.
-        resume_from: an unfinished report of the same evaluation, whose rows are not scored again; data sets and tasks
-            may be added to it.
+        notes: further settings of the report.
+        records: by name, the documents that trained and chose the models, which are refused; those beside their
+            weights when `None`.
+        resume_from: an unfinished report of the same evaluation, whose rows are not scored again.
         on_result: called with the report after each task on each data set.
 
     Returns:
-        The report, a row for each data set, task and condition, and what every sample got that was scored now.
+        The report, a row for each data set, task and condition, and the answers of what was scored now.
 
     Raises:
         TypeError: the model is neither a compressor nor a causal language model.
-        ValueError: settings, data sets, a teacher or a report to resume from that do not go with the model, a context
-            that does not fit and may not be cut, or documents that trained or chose a model.
+        ValueError: settings, data sets, a teacher or a report that do not go with the model, a context that does not
+            fit and may not be cut, or documents that trained or chose a model.
     """
     settings = settings or EvaluationSettings()
     compresses = can_compress(model)
@@ -154,7 +148,7 @@ def evaluate_model(
 
 
 def greedy_decoding(model: PreTrainedModel) -> dict[str, Any]:
-    """How everything is written: greedily, and besides as the model's own generation configuration says."""
+    """Return the settings of greedy generation, with those of the model's own generation configuration."""
     own = model.generation_config.to_diff_dict() if model.generation_config is not None else {}
     kept = {name: value for name, value in own.items() if not name.endswith(("_id", "_version")) and name[0] != "_"}
     return {**kept, "do_sample": False, "num_beams": 1}
@@ -244,8 +238,8 @@ def _tasks_of_datasets(
     datasets: Sequence[EvaluationDataset], settings: EvaluationSettings
 ) -> list[tuple[EvaluationDataset, str]]:
     names = [dataset.name for dataset in datasets]
-    if doubled := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"data sets must have different names, got {doubled} more than once")
+    if len(set(names)) < len(names):
+        raise ValueError(f"data sets must have different names, got {names}")
     work = [(dataset, task) for task in settings.tasks for dataset in datasets if task in dataset.tasks()]
     if missing := [task for task in settings.tasks if task not in {task for _, task in work}]:
         raise ValueError(f"no data set has the columns for {missing}; the data sets: {names}")
@@ -267,11 +261,6 @@ def _ratios(config: PreTrainedConfig, settings: EvaluationSettings) -> list[int]
 def _conditions(
     model: PreTrainedModel, teacher: PreTrainedModel | None, ratios: list[int], settings: EvaluationSettings
 ) -> list[Condition]:
-    if teacher is not None and teacher.config.get_text_config().vocab_size < model.config.vocab_size:
-        raise ValueError(
-            f"the teacher's vocabulary of {teacher.config.get_text_config().vocab_size} tokens is smaller than the "
-            f"model's of {model.config.vocab_size}: the teacher must use the same tokenizer"
-        )
     if model.config.is_encoder_decoder and (teacher is not None or settings.zero_shot or settings.alternatives):
         raise ValueError(
             "an encoder-decoder takes no teacher, no zero shot and no alternatives: its full-context bound is a "
@@ -299,19 +288,12 @@ def _conditions(
             Condition("zero_shot_no_context", model, active=base),
             Condition("zero_shot_full_context", model, with_context=True, active=base),
         ]
-    alternatives = [
-        Condition(
-            alternative_condition(selection, ratio),
-            reader,
-            with_context=True,
-            task_token=starts,
-            selection=selection,
-            budget_ratio=ratio,
-        )
-        for selection in settings.alternatives
-        for ratio in ratios
-    ]
-    return [*conditions, *compressed, *alternatives]
+    conditions += compressed
+    for kind in settings.alternatives:
+        for ratio in ratios:
+            fields = {"with_context": True, "task_token": starts, "selection": kind, "budget_ratio": ratio}
+            conditions.append(Condition(alternative_condition(kind, ratio), reader, **fields))
+    return conditions
 
 
 def max_positions(configs: Sequence[PreTrainedConfig]) -> int | None:
@@ -326,16 +308,12 @@ def _max_context_tokens(
     ratios: Sequence[int],
     settings: EvaluationSettings,
 ) -> int | None:
-    """Most tokens of a context: what the settings allow and, where it is compressed, what the encoder reads.
+    """Return the most tokens of a context that the settings allow and the encoder reads.
 
     An encoder with a tokenizer of its own reads other tokens, and refuses by itself.
     """
-    limit = None
+    limits = [settings.max_context_tokens]
     if ratios and model.encoder_tokenizer is None:
-        lowest = min(ratios)
-        limit = model.config.max_context_tokens(lowest)
-    if limit is not None:
-        num_start = len(context_opening(model.config, tokenizer))
-        limit -= num_start
-    limits = [settings.max_context_tokens, limit]
+        limit = model.config.max_context_tokens(min(ratios))
+        limits.append(None if limit is None else limit - len(context_opening(model.config, tokenizer)))
     return min((limit for limit in limits if limit is not None), default=None)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floating-point operations of compressing a context and answering from its slots (GMSA, section 4.3, Appendix G).
-
-What is counted and what is not, `LayerShape` says; what a method does with a context, its configuration.
-"""
+"""Floating-point operations of compressing a context and answering from its slots (GMSA, section 4.3, Appendix G)."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from .. import modeling  # noqa: F401  (makes the Auto classes know this package
 from ..configuration.configuration_compressor import CompressorConfig
 from ..configuration.layer_shape import LayerShape, stack_flops
 from ..configuration.methods import METHODS, config_class, methods_on
-from ..configuration.nearest_names import check_choice, nearest
+from ..configuration.nearest_names import check_choice
 from ..data.yaml_text import read_yaml
 from ..modeling.checkpoint.pretrained_bases import base_place
 from ..reporting.tables import markdown_table
@@ -26,13 +23,7 @@ SHAPE_NAMES = tuple(_SHAPES)
 
 
 def compression_flops(config: PreTrainedConfig, num_context_tokens: int, ratio: int) -> int:
-    """Operations of compressing one context: for GMSA F^Encoder(L) + F^LSA(ceil(L / r)) (section 4.3).
-
-    Args:
-        config: a compressor's configuration.
-        num_context_tokens: L.
-        ratio: r, context tokens per slot.
-    """
+    """Return the operations of compressing one context: for GMSA F^Encoder(L) + F^LSA(ceil(L / r)) (section 4.3)."""
     return config.compression_flops(num_context_tokens, ratio)
 
 
@@ -41,10 +32,9 @@ def generation_flops(
     num_slots: int,
     question_length: int,
     answer_length: int,
-    cached: bool = True,
     slots_are_key_values: bool = False,
 ) -> int:
-    """Operations of answering: F^Decoder of equation 11, summed over the answer's passes.
+    """Return the operations of answering with a key/value cache: F^Decoder of equation 11 over the answer's passes.
 
     A decoder-only model reads slots and question in its first pass. A T5 decoder reads the question, and attends to
     the slots, whose keys and values it makes once.
@@ -54,49 +44,26 @@ def generation_flops(
         num_slots: ceil(L / r), or the context's L tokens themselves.
         question_length: L_q.
         answer_length: L_a, tokens to write, one a pass.
-        cached: with a key/value cache, where a later pass runs over one token against all keys so far; without, every
-            pass runs over everything again, as equation 11 reads literally.
         slots_are_key_values: the slots stand in the cache from the start (500xCompressor).
     """
+    layer, total = LayerShape.from_config(config), 0
     if config.is_encoder_decoder:
-        return _cross_attending_flops(config, num_slots, question_length, answer_length, cached)
-    layer = LayerShape.from_config(config)
+        for i in range(1, answer_length + 1):
+            # A start token stands in front of question and answer.
+            length = 1 if i > 1 else question_length + 1
+            total += layer.flops(length, question_length + i - length)
+            total += layer.cross_attention_flops(length, num_slots, new_states=i == 1)
+        return total * config.num_decoder_layers
     start = num_slots + question_length
-    if cached:
-        first = layer.flops(question_length, num_slots) if slots_are_key_values else layer.flops(start)
-        total = first + sum(layer.flops(1, start + i - 2) for i in range(2, answer_length + 1))
-    else:
-        total = sum(layer.flops(start + i - 1) for i in range(1, answer_length + 1))
+    total = layer.flops(question_length, num_slots) if slots_are_key_values else layer.flops(start)
+    total += sum(layer.flops(1, start + i - 2) for i in range(2, answer_length + 1))
     return total * config.num_hidden_layers
-
-
-def _cross_attending_flops(
-    config: PreTrainedConfig, num_slots: int, question_length: int, answer_length: int, cached: bool
-) -> int:
-    layer = LayerShape.from_config(config)
-    total = 0
-    for i in range(1, answer_length + 1):
-        # A start token stands in front of question and answer.
-        length = 1 if cached and i > 1 else question_length + i
-        total += layer.flops(length, question_length + i - length)
-        total += layer.cross_attention_flops(length, num_slots, new_states=i == 1 or not cached)
-    return total * config.num_decoder_layers
-
-
-def answering_flops(
-    config: PreTrainedConfig, num_context_tokens: int, ratio: int, question_length: int, answer_length: int
-) -> int:
-    """Operations of answering from a compressor's slots, with a cache; arguments as before."""
-    slots, in_cache = config.num_slots(num_context_tokens, ratio), config.carrier == "key_values"
-    return generation_flops(
-        config.decoder_config, slots, question_length, answer_length, slots_are_key_values=in_cache
-    )
 
 
 def full_context_flops(
     config: PreTrainedConfig, num_context_tokens: int, question_length: int, answer_length: int
 ) -> int:
-    """Operations of answering from the context itself, uncompressed: what a speed-up is measured against."""
+    """Return the operations of answering from the context itself, which speed-ups are measured against."""
     reading = stack_flops(config, num_context_tokens) if config.is_encoder_decoder else 0
     return reading + generation_flops(config, num_context_tokens, question_length, answer_length)
 
@@ -109,17 +76,15 @@ def flops_table(
     question_tokens: int = 50,
     answer_tokens: int = 100,
 ) -> str:
-    """What methods cost beside the full context, in 10^9 operations, as a Markdown table.
+    """Return a Markdown table of the operations of methods and of the full context, in 10^9.
 
     Args:
         base: a name of `SHAPE_NAMES`, or the folder or Hub id of a language model or compressor.
         methods: among `configuration.methods.METHODS`; all that go with the base when empty. Of a compressor, none.
         ratios: compression ratios; when empty a compressor's own, else 4 and 8.
-        context_tokens: L; by default the mean of NaturalQuestions, as in GMSA's Table 7.
-        question_tokens: L_q.
-        answer_tokens: L_a.
+        context_tokens, question_tokens, answer_tokens: L, L_q and L_a; by default those of GMSA's Table 7.
     """
-    config = config_of(base)
+    config = named_config(base) if base in _SHAPES else AutoConfig.from_pretrained(base_place(base))
     is_compressor = isinstance(config, CompressorConfig)
     ratios = ratios or (config.compression_ratios if is_compressor else (4, 8))
     configs = [config]
@@ -131,10 +96,11 @@ def flops_table(
     for config in configs:
         for ratio in ratios:
             compression = compression_flops(config, context_tokens, ratio)
-            answer = answering_flops(config, context_tokens, ratio, *lengths)
+            slots, in_cache = config.num_slots(context_tokens, ratio), config.carrier == "key_values"
+            answer = generation_flops(config.decoder_config, slots, *lengths, slots_are_key_values=in_cache)
             counts = [_giga(value) for value in (compression, answer, compression + answer)]
             speed_ups = [f"{full / (compression + answer):.2f}", f"{full / answer:.2f}"]
-            rows.append([config.method, str(ratio), str(config.num_slots(context_tokens, ratio)), *counts, *speed_ups])
+            rows.append([config.method, str(ratio), str(slots), *counts, *speed_ups])
     header = ["method", "ratio", "slots", "compression", "answer", "together", "speed-up", "speed-up, memory kept"]
     return markdown_table(header, rows)
 
@@ -148,21 +114,9 @@ def _giga(flops: int) -> str:
 
 
 def named_config(name: str) -> PreTrainedConfig:
-    """A new configuration of a well-known shape, such as "llama-2-7b"."""
-    if name not in _SHAPES:
-        raise ValueError(f"there is no shape {name!r}{nearest(name, SHAPE_NAMES)}")
+    """Return a new configuration of one of `SHAPE_NAMES`, such as "llama-2-7b"."""
     fields = dict(_SHAPES[name])
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
-
-
-def config_of(name: str) -> PreTrainedConfig:
-    """The configuration of a named shape, of a folder, or of a model on the Hub."""
-    if name in _SHAPES or not ("/" in name or Path(name).is_dir()):
-        return named_config(name)
-    try:
-        return AutoConfig.from_pretrained(base_place(name))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"there is no model configuration in {name!r}: {error}") from error
 
 
 def method_config(method: str, base: PreTrainedConfig, ratios: Sequence[int], **fields: Any) -> PreTrainedConfig:

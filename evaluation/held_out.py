@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is reported shares no document with what trained a checkpoint or chose it."""
+"""Checks that no reported document trained a checkpoint or chose it."""
 
 import json
 import os
@@ -15,7 +15,7 @@ _PARTS = ("trained", "chose")
 
 
 class Sources(NamedTuple):
-    """What is reported by its name alone, such as a query, and the ids of its documents, see `document_id`."""
+    """A reported sample, such as a query: its name, and the ids of its documents, see `document_id`."""
 
     id: str
     source_ids: tuple[str, ...]

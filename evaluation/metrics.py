@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of answers, summaries, reconstructions and continuations.
-
-Scores that are shares (exact match, F1,
-ROUGE, BLEU, accuracies) run from 0 to 100; a teacher-normalised score is a plain number that is 1 at the full-context
-score and 0 at the no-context score.
-"""
+"""Scores of answers, summaries, reconstructions and continuations; shares run from 0 to 100."""
 
 import difflib
 import itertools
@@ -99,7 +94,7 @@ def _sentence_lines(text: str) -> str:
 
 
 def bleu_counts(prediction: str, references: Sequence[str]) -> list[int]:
-    """What one sample adds to corpus BLEU-4: matching n-grams, n-grams, tokens, and the nearest reference's tokens."""
+    """Count matching n-grams, n-grams, tokens and the nearest reference's tokens, which sum up to corpus BLEU-4."""
     score = _BLEU.sentence_score(prediction, list(references))
     return [*score.counts, *score.totals, score.sys_len, score.ref_len]
 
@@ -126,11 +121,9 @@ def prefix_exact_match(predicted_ids: Sequence[Sequence[int]], reference_ids: Se
 
 
 def summed_nll(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100) -> tuple[float, int]:
-    """Negative log-likelihood (natural logarithm) summed over the label tokens, and their number.
+    """Return the negative log-likelihood in nats, summed over labels `(batch_size, num_tokens)`, and their number.
 
-    Args:
-        logits: scores for each label, already shifted, `(batch_size, num_tokens, vocab_size)`.
-        labels: token ids, `(batch_size, num_tokens)`; `ignore_index` where nothing is counted.
+    Logits `(batch_size, num_tokens, vocab_size)` are shifted already.
     """
     total = 0.0
     # One row at a time: a float32 copy of all logits would be the largest tensor of an evaluation.
@@ -143,12 +136,9 @@ def summed_nll(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -
 
 
 def teacher_normalized(score: Number, full: Number, none: Number) -> Number:
-    """Share of the context's worth that is kept: `(score - none) / (full - none)`.
+    """Return the share of the context's worth that is kept: `(score - none) / (full - none)`.
 
-    Works for scores where lower is better, too, since the sign cancels. It only means something where the full context
-    helps: a teacher that does worse with the context than without turns the scale round.
-
-    Source: mean-pooling paper, section 5.1, Metrics.
+    It means something only where the full context helps. Source: mean-pooling paper, section 5.1, Metrics.
     """
     worth = np.asarray(full, dtype=np.float64) - none
     with np.errstate(invalid="ignore"):
@@ -157,16 +147,9 @@ def teacher_normalized(score: Number, full: Number, none: Number) -> Number:
 
 
 class BertScorer:
-    """BERTScore F1 of texts, by the hidden states of an encoder such as RoBERTa-large.
+    """BERTScore F1 of texts (Zhang et al.; GMSA, section 4.1), by the last layer of the encoder in a folder.
 
-    Neither inverse document frequencies nor a baseline are used, and texts are cut to 512 tokens. Only scores of the
-    same scorer model can be compared. Its last layer is read.
-
-    Args:
-        folder: the scorer model with its tokenizer, already on this machine.
-        device: where the scorer runs.
-
-    Source: Zhang and others, "BERTScore: Evaluating Text Generation with BERT"; GMSA, section 4.1.
+    Neither inverse document frequencies nor a baseline are used, and texts are cut to 512 tokens.
     """
 
     def __init__(self, folder: str, device: str | torch.device = "cpu"):

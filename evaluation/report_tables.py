@@ -101,7 +101,7 @@ def _averages_table(report: EvaluationReport, task: str) -> str:
 
 
 def reservations(report: EvaluationReport) -> list[str]:
-    """What the scores must not be read without, a sentence each: documents, rounded memories, rows left out."""
+    """Return sentences about documents that are not held out, rounded memories and rows left out."""
     lines = held_out_lines(report.held_out)
     if report.settings.get("memory_dtype"):
         lines.append(f"Memories are rounded to {report.settings['memory_dtype']}.")
@@ -114,7 +114,7 @@ def reservations(report: EvaluationReport) -> list[str]:
 
 
 def held_out_lines(held_out: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What `check_held_out` found, for people: a sentence for each model."""
+    """Return a sentence for each model about the documents that `check_held_out` compared."""
     lines = []
     for model, facts in held_out.items():
         if facts["record"] == "none" and not facts.get("shared"):

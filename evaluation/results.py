@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a condition scored by sample, and from there the rows of a report, with intervals, and the answers."""
+"""Scores of a condition by sample; from these, the rows of a report with intervals, and the answers."""
 
 import hashlib
 import math
@@ -48,7 +48,7 @@ _SHARES = ("substring_accuracy", "exact_match")
 
 
 class GivenTokens:
-    """How likely tokens were that the model was given one after another, by sample."""
+    """Likelihoods of given tokens, by sample."""
 
     def __init__(self, num_samples: int):
         self.nll, self.hits, self.counts = np.zeros((3, num_samples))
@@ -64,10 +64,9 @@ class GivenTokens:
 
 @dataclass
 class Tally:
-    """What a condition has scored on one task of one data set; arrays and lists have an entry for each sample.
+    """Scores of a condition on one task of one data set; arrays have an entry for each sample, NaN where none.
 
-    `targets` has scores of the given targets, `recovered` those of what was written, given once more. `position_bytes`
-    is NaN where the bytes of a position in the decoder's cache are not known.
+    `targets` has scores of the given targets, `recovered` those of what was written, given once more.
     """
 
     samples: Sequence[Sample]
@@ -77,7 +76,6 @@ class Tally:
     predictions: dict[int, str] = field(default_factory=dict)
     written_ids: dict[int, list[int]] = field(default_factory=dict)
     position_bytes: float = math.nan
-    # NaN where nothing was compressed.
     slots: np.ndarray = field(init=False)
     memory_bytes: np.ndarray = field(init=False)
     decoder_positions: np.ndarray = field(init=False)

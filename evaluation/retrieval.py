@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from statistics import mean
 from typing import Any
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torchmetrics.functional.retrieval import retrieval_normalized_dcg, retrieval_recall
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -42,7 +42,7 @@ MAX_DOCUMENT_TOKENS = 512
 def encode_texts(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], ratio: int | None = None, batch_size: int = 32
 ) -> TextVectors:
-    """Vectors `(num_vectors, vector_size)` on the CPU of many texts, for an index."""
+    """Return vectors `(num_vectors, vector_size)` on the CPU of many texts, for an index."""
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     vectors: dict[int, Tensor] = {}
     for start in range(0, len(order), batch_size):
@@ -58,11 +58,7 @@ def encode_texts(
 def score_texts(
     queries: TextVectors, documents: TextVectors, device: torch.device | str = "cpu", max_products: int = 2**25
 ) -> Tensor:
-    """Chamfer similarity of every query with every document, `(num_queries, num_documents)` on the CPU.
-
-    Args:
-        queries, documents: for each `(num_vectors, vector_size)`.
-    """
+    """Return the Chamfer similarity of all queries with all documents, `(num_queries, num_documents)` on the CPU."""
     query_vectors, query_mask = (tensor.to(device) for tensor in _padded(queries))
     # Documents of like length together, so few pads are scored.
     order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
@@ -84,8 +80,7 @@ def _padded(texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 class Rankings:
     """The best documents of every query, from scores of one part of a corpus after the other.
 
-    Documents of one score stay in the order of the corpus. A document with a query's own id is the query itself, as in
-    ArguAna and Quora, and is left out, as BEIR does.
+    Ties stay in the order of the corpus. A document with a query's own id is left out, as BEIR does.
     """
 
     def __init__(self, query_ids: Sequence[str], top_k: int = TOP_K):
@@ -110,50 +105,38 @@ class Rankings:
 
 
 def ndcg(ranking: Sequence[str], grades: Mapping[str, float], top_k: int = 10) -> float:
-    """nDCG@k of one query from graded relevance, 0 to 1, as trec_eval has it: a document's gain is its grade."""
-    return float(retrieval_normalized_dcg(*_placed(ranking, grades, top_k), top_k=top_k))
+    """Return nDCG@k of one query, 0 to 1, as trec_eval has it: a document's gain is its grade."""
+
+    def gain(values: Sequence[float]) -> float:
+        return sum(value / math.log2(place + 2) for place, value in enumerate(values[:top_k]))
+
+    ideal = gain(sorted(grades.values(), reverse=True))
+    return gain([grades.get(document, 0) for document in ranking]) / ideal if ideal else 0.0
 
 
 def recall(ranking: Sequence[str], grades: Mapping[str, float], top_k: int = TOP_K) -> float:
-    """Share of a query's relevant documents that are among the first `top_k`; arguments as [`ndcg`]."""
-    scores, target = _placed(ranking, grades, top_k)
-    return float(retrieval_recall(scores, target > 0, top_k=top_k))
+    """Return the share of a query's relevant documents that are among the first `top_k`."""
+    relevant = {document for document, grade in grades.items() if grade > 0}
+    return len(relevant.intersection(ranking[:top_k])) / len(relevant)
 
 
-def _placed(ranking: Sequence[str], grades: Mapping[str, float], top_k: int) -> tuple[Tensor, Tensor]:
-    """Falling scores and grades by place; relevant documents that are not among the first `top_k` stand behind."""
-    first = list(ranking[:top_k])
-    found = [grades.get(document, 0) for document in first] + [0] * (top_k - len(first))
-    target = torch.tensor([*found, *(grade for document, grade in grades.items() if document not in first)])
-    # Above 0: what is not counts as not found.
-    return torch.arange(float(len(target)), 0, -1), target
-
-
-def query_scores(rankings: Sequence[Sequence[str]], judged: JudgedQueries) -> QueryScores:
-    """nDCG@10 and Recall@100 of each query."""
+def ranking_scores(rankings: Sequence[Sequence[str]], judged: JudgedQueries) -> tuple[dict[str, Any], QueryScores]:
+    """Return means over queries in percent with 95 % bootstrap intervals (NaN of a single query), and each query's."""
     pairs = list(zip(rankings, judged.grades, strict=True))
-    return {
+    scores = {
         "ndcg_at_10": [100 * ndcg(*pair) for pair in pairs],
         "recall_at_100": [100 * recall(*pair) for pair in pairs],
     }
-
-
-def ranking_scores(scores: QueryScores) -> dict[str, Any]:
-    """Means over queries in percent, each with its 95 % bootstrap interval, and the number of queries.
-
-    The intervals of a single query, of which nothing can be told, are NaN.
-    """
-    number = len(scores["ndcg_at_10"])
-    resampled = resampled_scores({name: mean_statistic(values) for name, values in scores.items()}, range(number))
+    resampled = resampled_scores({name: mean_statistic(values) for name, values in scores.items()}, range(len(pairs)))
     found: dict[str, Any] = {}
     for name, values in scores.items():
-        interval = percentile_interval(resampled[name]) if number > 1 else (math.nan, math.nan)
+        interval = percentile_interval(resampled[name]) if len(pairs) > 1 else (math.nan, math.nan)
         found |= {name: mean(values), f"{name}_interval": interval}
-    return {**found, "queries": number}
+    return {**found, "queries": len(pairs)}, scores
 
 
 def query_answers(collection: str, judged: JudgedQueries, scores: Mapping[str, QueryScores]) -> list[SampleAnswers]:
-    """What each query got, for a file that `compare` reads: a query is its own document."""
+    """Return the scores of each query, for a file that `compare` reads: a query is its own document."""
     rows = zip(judged.query_ids, judged.queries, judged.grades, strict=True)
     return [
         SampleAnswers(
@@ -178,64 +161,53 @@ def evaluate_retrieval(
     settings: EvaluationSettings,
     progress: bool = False,
 ) -> tuple[dict[str, Any], QueryScores]:
-    """Rank a corpus for every query at one ratio of both; the corpus is read, encoded and scored part by part.
+    """Rank a corpus, which is read part by part, for every query at one ratio of both.
 
     Returns:
-        A row of results: [`ranking_scores`], what was cut, how many vectors there are, and what they save beside one
-        vector for each token: in storage tokens by vectors, in scoring pairs of tokens by pairs of vectors; and each
-        query's scores.
+        A row of results and each query's scores. Savings are those beside one vector for each token: in storage tokens
+        by vectors, in scoring pairs of tokens by pairs of vectors.
     """
-    tokenizer = text_tokenizer(tokenizer)
-    longest = (settings.max_query_tokens, settings.max_context_tokens or MAX_DOCUMENT_TOKENS)
-    side, documents = (
-        _Side(model, TextEncoder(tokenizer, max_tokens), ratio, settings.batch_size) for max_tokens in longest
-    )
-    queries, rankings = side.vectors(judged.queries), Rankings(judged.query_ids)
-    stream = iter(judged.documents())
+    tokenizer, counts = text_tokenizer(tokenizer), {"queries": Counter(), "documents": Counter()}
+
+    def vectors(side: str, texts: Sequence[str], encode: Callable[[str], tuple[list[int], int]]) -> TextVectors:
+        encoded = [encode(text) for text in texts]
+        found = encode_texts(model, [ids for ids, _ in encoded], ratio, settings.batch_size)
+        num_tokens, num_vectors = sum(len(ids) for ids, _ in encoded), sum(map(len, found))
+        num_cut = sum(cut > 0 for _, cut in encoded)
+        counts[side].update(texts=len(texts), cut=num_cut, tokens=num_tokens, vectors=num_vectors)
+        return found
+
+    of_queries = vectors("queries", judged.queries, TextEncoder(tokenizer, settings.max_query_tokens))
+    encode = TextEncoder(tokenizer, settings.max_context_tokens or MAX_DOCUMENT_TOKENS)
+    rankings, stream = Rankings(judged.query_ids), iter(judged.documents())
     with tqdm(unit="document", desc=f"ratio {ratio}", disable=not progress) as bar:
         while chunk := list(islice(stream, CHUNK_SIZE)):
-            scores = score_texts(queries, documents.vectors([text for _, text in chunk]), model.device)
+            scores = score_texts(of_queries, vectors("documents", [text for _, text in chunk], encode), model.device)
             rankings.add([key for key, _ in chunk], scores)
             bar.update(len(chunk))
-    scores_of_queries = query_scores(rankings.documents(), judged)
-    storage = documents.num_tokens / documents.num_vectors
+    means, scores_of_queries = ranking_scores(rankings.documents(), judged)
+    queries, documents = counts["queries"], counts["documents"]
+    storage = documents["tokens"] / documents["vectors"]
     row = {
         "compression": model.config.compression,
         "query_ratio": ratio,
         "document_ratio": ratio,
-        **ranking_scores(scores_of_queries),
-        "documents": documents.num_texts,
-        "queries_cut": side.num_cut,
-        "documents_cut": documents.num_cut,
+        **means,
+        "documents": documents["texts"],
+        "queries_cut": queries["cut"],
+        "documents_cut": documents["cut"],
         "vector_size": model.config.hidden_size,
-        "vectors_per_query": side.num_vectors / side.num_texts,
-        "vectors_per_document": documents.num_vectors / documents.num_texts,
-        "index_bytes_float32": 4 * model.config.hidden_size * documents.num_vectors,
+        "vectors_per_query": queries["vectors"] / queries["texts"],
+        "vectors_per_document": documents["vectors"] / documents["texts"],
+        "index_bytes_float32": 4 * model.config.hidden_size * documents["vectors"],
         "storage_saving": storage,
-        "scoring_saving": storage * side.num_tokens / side.num_vectors,
+        "scoring_saving": storage * queries["tokens"] / queries["vectors"],
     }
     return row, scores_of_queries
 
 
-class _Side:
-    """Encodes queries, or documents, and counts what goes in and comes out."""
-
-    def __init__(self, model: PreTrainedModel, encode: TextEncoder, ratio: int, batch_size: int):
-        self._model, self._encode, self._ratio, self._batch_size = model, encode, ratio, batch_size
-        self.num_texts = self.num_cut = self.num_tokens = self.num_vectors = 0
-
-    def vectors(self, texts: Sequence[str]) -> TextVectors:
-        encoded = [self._encode(text) for text in texts]
-        vectors = encode_texts(self._model, [ids for ids, _ in encoded], self._ratio, self._batch_size)
-        self.num_texts += len(texts)
-        self.num_cut += sum(cut > 0 for _, cut in encoded)
-        self.num_tokens += sum(len(ids) for ids, _ in encoded)
-        self.num_vectors += sum(map(len, vectors))
-        return vectors
-
-
 def judged_documents(judged: JudgedQueries) -> tuple[list[Sources], str]:
-    """What an evaluation reports on, from one reading of the corpus."""
+    """Return the documents that answer each query, and a digest of queries and corpus, from one reading of it."""
     digest = hashlib.sha256(repr((judged.query_ids, judged.queries, judged.grades)).encode())
     relevant = {key for grades in judged.grades for key in grades}
     found = {}
@@ -261,9 +233,8 @@ def evaluate_bm25(judged: JudgedQueries) -> tuple[dict[str, Any], QueryScores]:
     rankings = Rankings(judged.query_ids)
     # What shares no word with a query is not found.
     rankings.add(ids, scores.masked_fill(scores <= 0, -torch.inf))
-    found = query_scores(rankings.documents(), judged)
-    row = {"model": "BM25", "query_ratio": None, "document_ratio": None}
-    return {**row, **ranking_scores(found), "documents": len(ids)}, found
+    means, found = ranking_scores(rankings.documents(), judged)
+    return {"model": "BM25", "query_ratio": None, "document_ratio": None, **means, "documents": len(ids)}, found
 
 
 def retrieval_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -291,11 +262,7 @@ def evaluate_collection(
     settings: EvaluationSettings,
     records: Mapping[str, TrainingDocuments | None],
 ) -> tuple[dict[str, Any], list[SampleAnswers]]:
-    """Rank a corpus at several ratios, beside BM25 if `alternatives` has it.
-
-    Returns:
-        What a result file holds, a row for BM25 and for each ratio, and what every query got.
-    """
+    """Rank a corpus at several ratios, beside BM25 if `alternatives` has it; a result file's content, and answers."""
     name, allow_trained = model_label(model.name_or_path), settings.allow_trained_documents
     queries, digest = judged_documents(judged)
     content: dict[str, Any] = {

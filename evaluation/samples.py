@@ -152,7 +152,7 @@ class SampleBuilder:
     def _of_allowed_length(
         self, task: str, examples: Sequence[Mapping[str, Any]], name: str, least_tokens: int
     ) -> Sequence[Mapping[str, Any]]:
-        """What samples may be drawn from: texts that are long enough, contexts that are not too long."""
+        """Return the examples whose texts are long enough and whose contexts are not too long."""
         most_tokens = self.settings.max_context_tokens
         if task not in WRITTEN_TASKS:
             kept = [example for example in examples if self._has_tokens(example["text"], least_tokens)]
@@ -230,7 +230,7 @@ class SampleBuilder:
         return Sample(window[:split], prompt_ids, target_ids, references, head_ids=head_ids)
 
     def _prompt(self, task: str, example: Mapping[str, Any]) -> tuple[str, str]:
-        """What is asked, and what an answer starts with: of a benchmark, its own words, as kvpress puts them."""
+        """Return the prompt and the start of an answer: of a benchmark, its own words, as kvpress puts them."""
         prefix = example.get("answer_prefix")
         if task != "question_answering" or prefix is None:
             return format_prompt(task, example.get("question", ""), path=self.settings.prompts), ""

@@ -26,7 +26,6 @@ from .alternatives import (
     SELF_INFORMATION,
     TASKS_OF_ALTERNATIVE,
     bm25_context,
-    cut_context,
     informative_context,
     kept_words,
     self_information,
@@ -170,7 +169,7 @@ class Scorer:
                 yield [row for _, row in part], {key: memory.rows(index) for key, memory in memories.items()}, seconds
 
     def _context_key(self, sample: Sample) -> Any:
-        """What samples have in common that are compressed into the same memory."""
+        """Return what samples share that are compressed into the same memory."""
         lengths = tuple(map(len, sample.passages))
         return tuple(sample.context_ids), lengths, tuple(sample.prompt_ids) if self._compresses_questions else ()
 
@@ -202,7 +201,7 @@ class Scorer:
                 question = sample.question if condition.selection == KEEP_DROP_AWARE else None
                 kept = kept_words(self._text_compressor, self.tokenizer, sample.context_ids, question, budget)
             else:
-                kept = cut_context(sample.context_ids, budget)
+                kept = sample.context_ids[:budget]
             readings.append(replace(sample, context_ids=kept))
         return readings
 

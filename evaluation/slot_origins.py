@@ -42,27 +42,15 @@ def one_chunk(
     return chunks, ratios[0]
 
 
-@dataclass
-class InformationFlow:
-    """What slots are made of.
-
-    Args:
-        layer_weights: `(batch_size, num_tokens, num_states)`, how much of each layer is in a token's anchor (alpha of
-            equation 6); `None` without a gate.
-        allocation: `(batch_size, num_slots, num_tokens)`, how much of each token is in a slot; in sum 1 for a slot.
-    """
-
-    layer_weights: Tensor | None
-    allocation: Tensor
-
-
 @torch.no_grad()
 def information_flow(
     backbone: Any, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: int | None = None
-) -> InformationFlow:
-    """Return the shares of layers and tokens in the slots of one chunk (ComprExIT, Figures 3 to 5 and 7).
+) -> tuple[Tensor | None, Tensor]:
+    """Return the shares of layers and of tokens in the slots of one chunk (ComprExIT, Figures 3 to 5 and 7).
 
-    Tokens and slots stand left-aligned, and pads have zero.
+    Returns:
+        `(batch_size, num_tokens, num_states)`, the share of each layer in a token's anchor (alpha of equation 6,
+        `None` without a gate), and `(batch_size, num_slots, num_tokens)`, that of each token in a slot; 0 at pads.
     """
     chunks, chunk_ratio = one_chunk(backbone, input_ids, attention_mask, ratio)
 
@@ -74,21 +62,19 @@ def information_flow(
     width = backbone.config.get_encoder_config().hidden_size
     anchors, weights = backbone.reduce_layers(anchors_and_weights, chunks).tensor_split([width], dim=-1)
     mask = chunks.attention_mask.bool()
-    return InformationFlow(
-        layer_weights=None if backbone.layer_gate is None else weights * mask[:, :, None],
-        allocation=backbone.transmission.allocation(anchors, mask, chunk_ratio),
-    )
+    layer_weights = None if backbone.layer_gate is None else weights * mask[:, :, None]
+    return layer_weights, backbone.transmission.allocation(anchors, mask, chunk_ratio)
 
 
 @torch.no_grad()
 def attention_by_head(
     backbone: Any, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: int | None = None
 ) -> tuple[Tensor, ...]:
-    """How much each memory token attends to each context token, by layer (EPL, Figures 6 and 7).
+    """Return the attention of each memory token to each context token, by layer (EPL, Figures 6 and 7).
 
     Returns:
-        For each layer `(batch_size, num_heads, num_memory_tokens, num_tokens)`; context tokens stand left-aligned,
-        and pads have zero. A row sums up to less than 1: the rest went to the memory tokens themselves.
+        For each layer `(batch_size, num_heads, num_memory_tokens, num_tokens)`, zero at pads. The rest of a row's sum
+        of 1 went to the memory tokens.
     """
     chunks, chunk_ratio = one_chunk(backbone, input_ids, attention_mask, ratio)
     # Only this implementation gives its weights away.
@@ -109,13 +95,12 @@ def attention_by_head(
 
 @dataclass(frozen=True)
 class SlotOrigins:
-    """What the slots of a document are made of.
+    """Shares of a document's tokens in its slots.
 
     Args:
-        kind: where the weights come from: "plan", the weights that tokens are transported with; "attention" of memory
-            tokens, in the last layer; "windows" of neighbouring tokens whose mean, or embedding, a slot is; or "kept",
-            tokens whose own keys and values a slot holds, as shares of the heads of all layers.
-        chunks: for each chunk of the document `(num_slots, num_tokens)`; what a slot is made of sums up to 1.
+        kind: "plan", the weights that tokens are transported with; "attention" of memory tokens in the last layer;
+            "windows" of tokens whose mean a slot is; or "kept", tokens whose keys and values a slot holds.
+        chunks: for each chunk of the document `(num_slots, num_tokens)`; the shares of a slot sum up to 1.
     """
 
     kind: str
@@ -135,16 +120,7 @@ class SlotOrigins:
 
 @torch.inference_mode()
 def slot_origins(model: PreTrainedModel, ids: Sequence[int], ratio: int | None = None) -> SlotOrigins | None:
-    """Which tokens of a document went into which slot.
-
-    Args:
-        model: a compressor.
-        ids: the document's token ids, as `compress` reads them.
-        ratio: context tokens per slot; the checkpoint's default when `None`.
-
-    Returns:
-        The weights of the model's own parts; `None` where a slot has none.
-    """
+    """Return the shares of a document's token ids in the slots of a compressor; `None` of methods without such."""
     kind = model.base_model.slot_origin
     if kind is None:
         return None
@@ -155,9 +131,9 @@ def slot_origins(model: PreTrainedModel, ids: Sequence[int], ratio: int | None =
 
 
 def slot_weights(backbone: Any, kind: str, input_ids: Tensor, ratio: int | None) -> Tensor:
-    """How much of each token of one chunk is in each slot, `(num_slots, num_tokens)`."""
+    """Return the shares of one chunk's tokens in its slots, `(num_slots, num_tokens)`."""
     if kind == PLAN:
-        return information_flow(backbone, input_ids, ratio=ratio).allocation[0]
+        return information_flow(backbone, input_ids, ratio=ratio)[1][0]
     if kind == ATTENTION:
         attention = attention_by_head(backbone, input_ids, ratio=ratio)[-1][0].float().mean(dim=0)
         return attention / attention.sum(dim=1, keepdim=True)

@@ -50,23 +50,18 @@ def write_targets(
     data_dir: str | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Let a language model answer, greedily and from the whole context, what a compressor shall learn to answer.
+    """Write what a language model answers, greedily and from the whole context, as a source of training.
 
-    Each row of the sources becomes one line, in their order: `id`, `source`, `context`, `question`, `source_texts`
-    where the source has them, and as `answers` a list with what the teacher wrote, or `summary`; `finished` is false
-    where the limit cut it, and `truncated` is true where the teacher read a part of the context. Contexts are lists of
-    passages where any source's are. A recipe reads the file as any other source: training on it is sequence-level
-    distillation (Kim and Rush, 2016), as PISCO does.
+    Each row of the sources becomes one line with the teacher's `answers` or `summary`; `finished` is false where the
+    limit cut it, `truncated` is true where the teacher read a part of the context. Training on the file is
+    sequence-level distillation (Kim and Rush, 2016), as PISCO does.
 
     Args:
-        teacher: a causal language model.
-        tokenizer: its tokenizer.
-        sources: as in a recipe, or in any other form that `parse_sources` takes; their answers are not read.
-        output: the JSONL file; folders are made. Beside it, `<output>.json` records teacher, settings and counts.
+        sources: in any form that `parse_sources` takes; their answers are not read.
+        output: the JSONL file. Beside it, `<output>.json` records teacher, settings and counts.
         task: "question_answering" or "summarization".
-        settings: of an evaluation: lengths, prompts, truncation and seed.
+        settings: lengths, prompts, truncation and seed.
         data_dir: folder that local paths are relative to.
-        progress: whether to show a progress bar.
 
     Returns:
         The record, with the counts "rows", "unfinished", "empty" and "truncated".
@@ -118,7 +113,7 @@ def write_targets(
 def _asked_rows(
     source: DataSource, task: str, tokenizer: PreTrainedTokenizerBase, data_dir: str | None, seed: int
 ) -> pyarrow.Table:
-    """What a source asks: contexts, and questions where the task has them."""
+    """Read the contexts of a source, and the questions where the task has them."""
     needed = ["context", "question"] if task == "question_answering" else ["context"]
     if source.generated:
         (data,) = load_datasets([replace(source, tasks=())], tokenizer, seed=seed)

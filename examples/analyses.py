@@ -92,7 +92,7 @@ def slots(arguments: argparse.Namespace) -> None:
         if origins is not None:
             allocations[name] = torch.block_diag(*origins.chunks)
             if origins.kind == "plan":
-                weights = information_flow(compressor.base_model, row, ratio=arguments.ratio).layer_weights
+                weights = information_flow(compressor.base_model, row, ratio=arguments.ratio)[0]
                 layers |= {} if weights is None else {name: weights[0].float().cpu().T}
         if memory.embeddings is not None:
             vectors[name] = memory.embeddings[0].float().cpu()

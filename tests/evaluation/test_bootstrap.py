@@ -87,16 +87,6 @@ def test_perplexity_bleu_and_retention_of_a_resample_are_those_of_its_rows():
         assert kept[place] == pytest.approx(expected)
 
 
-def test_questions_of_one_document_widen_the_interval():
-    values = [0.0, 100.0] * 50
-    apart = resampled_scores({0: mean_statistic(values)}, range(100), 1000)[0]
-    # Ten questions of each document have one score: there are ten things to draw, not a hundred.
-    together = resampled_scores({0: mean_statistic(sorted(values))}, [row // 10 for row in range(100)], 1000)[0]
-    widths = [np.subtract(*percentile_interval(scores)[::-1]) for scores in (apart, together)]
-    assert widths[0] == pytest.approx(20, abs=3)
-    assert widths[1] == pytest.approx(60, abs=10)
-
-
 def test_an_interval_leaves_out_resamples_without_a_score():
     scores = np.array([*range(1, 101), *[math.nan] * 50], dtype=float)
     low, high = percentile_interval(scores)

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from context_compressors import cli, modeling  # noqa: F401  (importing the models registers them)
-from context_compressors.configuration.layer_shape import LayerShape, layer_flops, stack_flops
+from context_compressors.configuration.layer_shape import stack_flops
 from context_compressors.configuration.methods import METHODS, methods_on
 from context_compressors.evaluation.flops import (
     compression_flops,
@@ -29,24 +29,8 @@ from context_compressors.evaluation.flops import (
 )
 from context_compressors.modeling.parts.cache_name import CACHE
 
-# Equations 9 and 10 by hand: parts at 3,253 tokens, and the whole layer at 1, 407, 814 and 3,253.
-LAYERS = {
-    "llama-2-7b": (
-        (327457701888, 86687817728, 338624288, 86687817728, 109152567296, 586695049216, 293347524608),
-        (404766752, 167452680736, 340343949440, 1490367102752),
-    ),
-    "qwen2-7b": (
-        (107447058432, 75851840512, 296296252, 75851840512, 83569934336, 883453591552, 441726795776),
-        (466106396, 192078839260, 388916442992, 1668197357372),
-    ),
-    "llama-3.2-1b": (
-        (40932212736, 43343908864, 338624288, 43343908864, 27288141824, 218305134592, 109152567296),
-        (121643040, 50867667488, 104459929728, 482704498464),
-    ),
-}
 T5_SIZES = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 3, "num_decoder_layers": 2}
 T5_SIZES["num_heads"] = 4
-PARTS = ("qkv", "qk", "softmax", "av", "out", "up", "down")
 
 
 def llama(**fields) -> LlamaConfig:
@@ -67,13 +51,6 @@ def counted(function) -> int:
 # --- equations 9 and 10 ---
 
 
-def test_a_tiny_layer_by_hand():
-    shape = {"hidden_size": 8, "head_dim": 4, "num_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16}
-    parts = (2560, 1600, 200, 1600, 1280, 5120, 2560)
-    assert LayerShape(**shape).parts(10) == dict(zip(PARTS, parts, strict=True))
-    assert layer_flops(10, **shape) == 14920
-
-
 # --- section 4.3 and equation 11 ---
 
 
@@ -82,8 +59,6 @@ def test_generation_by_hand():
     slots = (814, 407, 3253)
     cached = [generation_flops(config, s, 50, 100) for s in slots]
     assert cached == [12912463042560, 7337395849216, 49968169906176]
-    literal = [generation_flops(config, s, 50, 100, cached=False) for s in slots]
-    assert literal == [1227046307788800, 669539588454400, 4932616994150400]
     compression = [stack_flops(config, 3253, 8) + stack_flops(config, s, 1) for s in (814, 407)]
     assert compression == [12263280771456, 12090389502752]
     assert stack_flops(config, 3253) == 47691747288064
@@ -118,15 +93,12 @@ def test_a_t5_decoder_attends_to_slots_that_it_projects_once():
     config._attn_implementation = "eager"
     model, states = T5Model(config).eval(), torch.randn(1, 50, 64)
 
-    def generate(cached: bool) -> None:
+    def generate() -> None:
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        for length in (8, 1, 1, 1) if cached else (8, 9, 10, 11):
-            inputs = {CACHE: cache} if cached else {}
-            model.decoder(torch.full((1, length), 3), encoder_hidden_states=states, use_cache=cached, **inputs)
+        for length in (8, 1, 1, 1):
+            model.decoder(torch.full((1, length), 3), encoder_hidden_states=states, **{CACHE: cache})
 
-    for cached in (True, False):
-        flops = generation_flops(config, 50, 7, 4, cached=cached)
-        assert counted(lambda cached=cached: generate(cached)) == pytest.approx(flops, rel=0.02)
+    assert counted(generate) == pytest.approx(generation_flops(config, 50, 7, 4), rel=0.02)
     reading = counted(lambda: model.encoder(torch.full((1, 50), 3)))
     assert reading == pytest.approx(stack_flops(config, 50), rel=0.02)
     both = stack_flops(config, 50) + generation_flops(config, 50, 7, 4)
@@ -177,17 +149,6 @@ def test_compression_is_what_torch_counts(method: str, fields: dict):
         assert counter.get_total_flops() == pytest.approx(expected, rel=0.05), ratio
 
 
-def test_the_last_chunk_counts_as_long_as_it_is():
-    config = AutoConfig.for_model("icae_compressor", decoder_config=llama(), compression_ratios=[5], chunk_size=100)
-    shape = LayerShape.from_config(llama())
-    assert config.num_slots(230, 5) == 20 + 20 + 6
-    assert compression_flops(config, 230, 5) == 3 * (2 * shape.flops(120) + shape.flops(36))
-    config.memory_tokens = "fixed"
-    assert config.num_slots(230, 5) == 60
-    assert compression_flops(config, 230, 5) == 3 * (2 * shape.flops(120) + shape.flops(50))
-    assert config.num_slots(0, 5) == compression_flops(config, 0, 5) == 0
-
-
 def test_every_method_has_a_count():
     bases = (llama(), named_config("t5-v1.1-large"))
     assert sorted(name for base in bases for name in methods_on(base)) == sorted(METHODS)
@@ -222,11 +183,6 @@ def test_the_table_counts_every_method_beside_the_full_context(tmp_path):
     # A compressor as it is configured.
     AutoConfig.for_model("icae_compressor", decoder_config=llama(), compression_ratios=[5]).save_pretrained(tmp_path)
     assert [row[:2] for row in cells_of(flops_table(str(tmp_path)))[1:]] == [["icae", "5"]]
-    for base, methods, message in (
-        ("llama-2-8b", [], "did you mean 'llama-2-7b'"),
-        ("llama-2-7b", ["gmas"], "did you mean 'gmsa'"),
-        ("llama-2-7b", ["decal"], "decal does not go with a base of type 'llama'"),
-        ("organisation/nothing", [], "no model configuration in 'organisation/nothing'"),
-    ):
+    for method, message in (("gmas", "did you mean 'gmsa'"), ("decal", "does not go with a base of type 'llama'")):
         with pytest.raises(ValueError, match=message):
-            flops_table(base, methods)
+            flops_table("llama-2-7b", [method])

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from context_compressors import DeCALConfig, DeCALForRetrieval, cli
-from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.data.retrieval_sources import JudgedQueries, RetrievalSource, TextEncoder
 from context_compressors.evaluation import retrieval
 from context_compressors.evaluation.retrieval import (
@@ -167,34 +166,3 @@ def test_ratios_and_bm25_are_compared_query_by_query(saved, beir, tmp_path, caps
     assert "| animals, test | ndcg_at_10 | bm25  | ratio=4 | 2       | 2 " in capsys.readouterr().out
     assert cli.main([*argv, "--data", str(beir), str(beir), "--overwrite"]) == 1
     assert "--tasks retrieval ranks one corpus, PLACE[@SPLIT]" in capsys.readouterr().err
-
-
-def test_documents_that_trained_a_retriever_answer_nothing_unless_that_is_said(saved, beir, tmp_path, capsys):
-    output = tmp_path / "scores.json"
-    argv = ["evaluate", str(saved), "--tasks", "retrieval", "--data", str(beir), "--device", "cpu", "--ratios", "2"]
-    argv += ["--output", str(output), "--overwrite"]
-    texts = dict(JudgedQueries(RetrievalSource.from_beir(beir)).documents())
-    assert cli.main(argv) == 0
-    assert "Whether retriever was trained on these documents is unknown" in capsys.readouterr().out
-    # What answers no query may have trained it.
-    TrainingDocuments(trained={document_id(texts["007"])}).save(saved)
-    assert cli.main(argv) == 0
-    assert "Held out: no document here is among the 1 that trained retriever" in capsys.readouterr().out
-    content = json.loads(output.read_text())
-    assert content["held_out"]["retriever"] == {"record": "whole", "trained": 1, "chose": 0, "shared": {}}
-    assert set(content["documents"]["animals, test"].split()) == {
-        document_id(texts[key]) for key in ("000", "001", "005")
-    }
-    TrainingDocuments(trained={document_id(texts["001"])}, chose={document_id(texts["005"])}).save(saved)
-    assert cli.main(argv) == 1
-    told = capsys.readouterr().err
-    assert "1 of 3 documents of 'animals, test' trained retriever (samples 2020-01-00)" in told
-    assert "1 of 3 documents of 'animals, test' chose retriever (samples 2020-01-05)" in told
-    assert cli.main([*argv, "--config", "{allow_trained_documents: true}"]) == 0
-    assert "**Not held out**: among the 1 that trained retriever" in capsys.readouterr().out
-    shared = json.loads(output.read_text())["held_out"]["retriever"]["shared"]
-    assert shared == {"animals, test": {"trained": 1, "chose": 1}}
-    # What chose the checkpoint, say by these scores, is not reported again.
-    (saved / "training_documents.json").unlink()
-    assert cli.main([*argv, "--output", str(tmp_path / "more.json"), "--chosen-by", str(output)]) == 1
-    assert "3 of 3 documents of 'animals, test' chose retriever, by scores.json" in capsys.readouterr().err

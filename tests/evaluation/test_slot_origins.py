@@ -74,11 +74,11 @@ def test_origins_of_slots_are_what_each_method_makes_them_of(llama, tokenizer):
     assert strongest[16] == [(place, 0.25) for place in range(63, 67)]
 
     # The plan, and the attention in each chunk.
-    flow = information_flow(comprexit.model, rows, ratio=8)
-    assert flow.layer_weights.shape == (1, len(ids), 4)
-    torch.testing.assert_close(flow.allocation.sum(dim=2), torch.ones(1, 13))
+    layers, shares = information_flow(comprexit.model, rows, ratio=8)
+    assert layers.shape == (1, len(ids), 4)
+    torch.testing.assert_close(shares.sum(dim=2), torch.ones(1, 13))
     assert slot_origins(comprexit, ids, 8).kind == "plan"
-    torch.testing.assert_close(slot_origins(comprexit, ids, 8).chunks[0], flow.allocation[0])
+    torch.testing.assert_close(slot_origins(comprexit, ids, 8).chunks[0], shares[0])
     origins = slot_origins(icae, ids)
     last = attention_by_head(icae.model, rows[:, 64:])[-1][0].mean(dim=0)
     # The rest of a row is attention to memory tokens, of which each sees itself at least.

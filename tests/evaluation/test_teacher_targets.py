@@ -69,19 +69,6 @@ def test_each_row_gets_what_the_teacher_writes_alone_in_the_order_of_the_source(
     assert found == [(4, 4, 0, 0), (4, 0, 4, 0)]
 
 
-def test_what_a_model_ends_by_itself_with_ends_a_target(teacher, tokenizer, questions, settings, tmp_path):
-    bias = torch.zeros(len(tokenizer))
-    end = encode(tokenizer, "#")[0]
-    bias[end] = 100.0
-    teacher.lm_head.bias = torch.nn.Parameter(bias)
-    own = teacher.generation_config.eos_token_id
-    teacher.generation_config.eos_token_id = [tokenizer.eos_token_id, end]
-    record = write_targets(teacher, tokenizer, [questions], tmp_path / "a.jsonl", settings=settings, progress=False)
-    teacher.generation_config.eos_token_id, teacher.lm_head.bias = own, None
-    assert record["unfinished"] == 0
-    assert {(*row["answers"], row["finished"]) for row in read(tmp_path / "a.jsonl")} == {("#", True)}
-
-
 @pytest.mark.slow
 def test_the_record_has_teacher_license_and_settings_and_training_reads_the_file(
     folders, teacher, tokenizer, questions, settings, tmp_path
@@ -131,15 +118,3 @@ def test_summaries_are_written_for_texts_alone_and_long_contexts_are_cut_where_t
     assert [row["truncated"] for row in rows] == [False, True, False]
     assert rows[0]["summary"] == rows[2]["summary"] != rows[1]["summary"]
     assert record["truncated"] == 1
-
-
-def test_what_cannot_be_written_is_refused_before_anything_is(model, teacher, tokenizer, questions, tmp_path):
-    output = tmp_path / "targets.jsonl"
-    for wrong, error, message in (
-        ({"teacher": model}, TypeError, "the teacher must be a causal language model, got MeanPooling"),
-        ({"task": "continuation"}, ValueError, "unknown task 'continuation'"),
-    ):
-        arguments = {"teacher": teacher, "tokenizer": tokenizer, "sources": [questions], "output": output, **wrong}
-        with pytest.raises(error, match=message):
-            write_targets(**arguments)
-        assert not list(tmp_path.glob("targets*"))

@@ -156,23 +156,23 @@ def test_information_flow_is_what_compressing_uses(comprexit, random_rows, pad_r
     model = comprexit.build().model
     rows = random_rows([13, 6])
     ids, mask = pad_rows(rows, "left")
-    flow, memory = information_flow(model, ids, mask, ratio=3), model.compress(ids, mask, ratio=3)
-    assert flow.layer_weights.shape == (2, 13, 3)
-    assert flow.allocation.shape == (2, 5, 13)
+    (layers, shares), memory = information_flow(model, ids, mask, ratio=3), model.compress(ids, mask, ratio=3)
+    assert layers.shape == (2, 13, 3)
+    assert shares.shape == (2, 5, 13)
     for i, row in enumerate(rows):
         states = model.language_model(row[None], output_hidden_states=True).hidden_states
         anchors, weights = model.layer_gate(states)
-        torch.testing.assert_close(flow.layer_weights[i, : len(row)], weights[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(layers[i, : len(row)], weights[0], atol=1e-5, rtol=0)
         slots, tokens = -(-len(row) // 3), len(row)
-        allocation = flow.allocation[i, :slots, :tokens]
+        allocation = shares[i, :slots, :tokens]
         torch.testing.assert_close(allocation.sum(dim=1), torch.ones(slots))
         values = model.transmission.value(allocation @ model.transmission.value_norm(anchors[0]))
         torch.testing.assert_close(model.slot_mlp(values), memory.embeddings[i, :slots], atol=1e-4, rtol=1e-4)
     # The short row's pads have nothing, and windows of 3 tokens stay apart.
-    assert not flow.allocation[1, 2:].any()
-    assert not flow.allocation[1, :, 6:].any()
-    assert not flow.layer_weights[1, 6:].any()
-    assert not flow.allocation[0, 0, 3:].any()
+    assert not shares[1, 2:].any()
+    assert not shares[1, :, 6:].any()
+    assert not layers[1, 6:].any()
+    assert not shares[0, 0, 3:].any()
 
 
 # --- ablations and settings ---
