@@ -82,7 +82,6 @@ from .modeling.parts.position_layout import decoder_position_ids as decoder_posi
 from .modeling.parts.position_layout import encoder_position_ids as encoder_position_ids
 from .modeling.text_compressor import TextCompressor as TextCompressor
 from .training.fields import DataArguments as DataArguments
-from .training.log_answers import LogAnswersCallback as LogAnswersCallback
 from .training.objectives.compression_collator import CompressionCollator as CompressionCollator
 from .training.objectives.compression_dataset import CompressionDataset as CompressionDataset
 from .training.objectives.compression_trainer import CompressionTrainer as CompressionTrainer
@@ -92,3 +91,4 @@ from .training.objectives.joint_pretraining import JointPretrainingTrainer as Jo
 from .training.objectives.retrieval import RetrievalCollator as RetrievalCollator
 from .training.objectives.retrieval import RetrievalPairs as RetrievalPairs
 from .training.objectives.retrieval import RetrievalTrainer as RetrievalTrainer
+from .training.train import LogAnswersCallback as LogAnswersCallback

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every trainer of this package does: it stops at a NaN loss, counts tokens, records documents and resumes."""
+"""Base of all trainers: it stops at a NaN loss, counts tokens, records documents and resumes."""
 
 from __future__ import annotations
 

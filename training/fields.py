@@ -71,14 +71,13 @@ def _structured(name: str, value: Any, kind: type) -> Any:
 
 @dataclass
 class ModelArguments:
-    """What is trained; the command line's help describes each field."""
+    """The model to train; the command line's help describes each field."""
 
     base: str | None = _option(None, "folder or Hub id of the pretrained language model to start from")
     base_gguf_file: str | None = _option(None, "GGUF file of the base, dequantised on loading")
     encoder: str | None = _option(None, "folder or Hub id of another language model that encodes")
     adapter: str | None = _option(None, "LoRA adapter of the base that the decoder's starts as")
     checkpoint: str | None = _option(None, "checkpoint to go on from; of a teacher, its adapter's folder")
-    checkpoint_base: str | None = _option(None, "folder or Hub id of a light checkpoint's base")
     checkpoint_config: Fields | None = _option(None, "fields to change, e.g. {training_stage: keft}")
     model_config: Fields | None = _option(
         None, "configuration of a new T5, e.g. {d_model: 192}, or of keep_drop's classifier"
@@ -124,8 +123,6 @@ class DataArguments:
     schedule_contexts: bool = _option(False, "length_schedule also holds for contexts of questions")
     task_schedule: Entries | None = _option(None, "[fraction of training, tasks] pairs")
     task_per_batch: bool = _option(False, "draw one task for all examples of a batch (PCC's pretraining)")
-    noise_density: float = _option(0.15, "share of a text's tokens that denoising takes out")
-    mean_span_length: float = _option(3.0, "mean length of a span that denoising takes out")
     max_query_tokens: int = _option(64, "longest query of retrieval in tokens")
 
     def __post_init__(self) -> None:
@@ -136,7 +133,7 @@ class DataArguments:
         if self.length_schedule is not None:
             check_length_schedule(self.length_schedule)
         if self.task_schedule is not None:
-            check_task_schedule(self.task_schedule)
+            check_changes("task_schedule", self.task_schedule, TASKS.__contains__)
 
     def parsed_sources(self) -> list[DataSource]:
         """Return the entries of `sources` as [`DataSource`]; `ValueError` where there are none."""
@@ -154,13 +151,12 @@ class DataArguments:
 
 @dataclass
 class TrainingFields:
-    """How it is trained, in addition to `trl.SFTConfig`; the command line's help describes each field."""
+    """Settings of the training beside those of `trl.SFTConfig`; the command line's help describes each field."""
 
     objective: str = _option("compression", ", ".join(OBJECTIVES))
     optimizer: str = _option("adamw", "adamw, or adafactor as in T5, with a relative rate")
     ratio_mode: str = _option("all", "all ratios at each step, or one: random, per_sample per row")
     ratio_schedule: Entries | None = _option(None, "[fraction of training, ratios] pairs")
-    distillation_chunk_size: int = _option(256, "target tokens whose vocabulary scores are in memory at once")
     kl_weight: float = _option(1.0, "weight of KL(teacher || student)")
     nll_weight: float = _option(0.0, "weight of the answer's own cross-entropy")
     save_dtype: str | None = _option(None, "type that the final weights are stored in, e.g. bfloat16")
@@ -193,48 +189,31 @@ class TrainingFields:
 # --- schedules over a training ---
 
 
-def check_length_schedule(schedule: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
-    """Return (fraction of training, tokens) pairs; `ValueError` unless they are in order and allowed."""
-    try:
-        points = [(float(fraction), int(length)) for fraction, length in schedule]
-    except (TypeError, ValueError):
-        points = []
-    is_allowed = all(0 <= fraction <= 1 and length >= 1 for fraction, length in points)
-    if not points or points != sorted(points) or not is_allowed:
+def check_length_schedule(schedule: Sequence[Sequence[float]]) -> None:
+    """Raise `ValueError` unless a schedule has [fraction of training, tokens] pairs in order."""
+    is_allowed = all(0 <= fraction <= 1 and length >= 1 for fraction, length in schedule)
+    if not schedule or schedule != sorted(schedule) or not is_allowed:
         raise ValueError(
             "length_schedule must be a list of [fraction of training, tokens] in order, fractions from 0 to 1 and at "
             f"least 1 token, got {schedule!r}"
         )
-    return points
 
 
-def scheduled_length(points: Sequence[tuple[float, int]], fraction: float) -> int:
+def scheduled_length(points: Sequence[Sequence[Any]], fraction: float) -> int:
     """Length limit after a fraction of the training, linear between the points and constant outside them."""
-    position = bisect.bisect_right(points, (fraction, math.inf))
+    position = bisect.bisect_right(points, [fraction, math.inf])
     if position == 0 or position == len(points):
         return points[min(position, len(points) - 1)][1]
     (x0, y0), (x1, y1) = points[position - 1], points[position]
     return round(y0 + (y1 - y0) * (fraction - x0) / (x1 - x0))
 
 
-def check_task_schedule(schedule: Sequence[Sequence[Any]]) -> list[tuple[float, list[str]]]:
-    """Return (fraction of training, tasks) pairs; `ValueError` unless they are in order and allowed."""
-    return check_changes("task_schedule", schedule, TASKS.__contains__)
-
-
-def check_changes(
-    name: str, schedule: Sequence[Sequence[Any]], is_allowed: Callable[[Any], bool]
-) -> list[tuple[float, list[Any]]]:
-    """Return (fraction of training, values) pairs; `ValueError` unless fractions rise from 0 with allowed values."""
-    try:
-        points = [(float(fraction), list(values)) for fraction, values in schedule]
-    except (TypeError, ValueError):
-        points = []
-    fractions = [fraction for fraction, _ in points]
+def check_changes(name: str, schedule: Sequence[Sequence[Any]], is_allowed: Callable[[Any], bool]) -> None:
+    """Raise `ValueError` unless the fractions of a schedule rise from 0 and its values are allowed."""
+    fractions = [fraction for fraction, _ in schedule]
     in_order = fractions[:1] == [0] and fractions == sorted(set(fractions)) and fractions[-1] < 1
-    if not in_order or not all(values and all(map(is_allowed, values)) for _, values in points):
+    if not in_order or not all(values and all(map(is_allowed, values)) for _, values in schedule):
         raise ValueError(
             f"{name} must be a list of [fraction of training, values] in order, the first fraction 0 and all below 1, "
             f"and each value allowed, got {schedule!r}"
         )
-    return points

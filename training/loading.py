@@ -141,11 +141,8 @@ def _load_checkpoint(
     name = str(model_args.checkpoint)
     if model_args.checkpoint_config:
         loading["config"] = changed_config(kind.config_class.from_pretrained(name), model_args.checkpoint_config)
-    if model_args.checkpoint_base is not None:
-        loading["base_model"] = base_place(model_args.checkpoint_base)
-    else:
-        stored, _ = PreTrainedConfig.get_config_dict(name)
-        fetch_bases(stored.get("external_weights"))
+    stored, _ = PreTrainedConfig.get_config_dict(name)
+    fetch_bases(stored.get("external_weights"))
     with naming_broken(f"the checkpoint {name}: config.json or model.safetensors"):
         model = kind.from_pretrained(name, **loading)
     if tokenizer is not None:

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from ..modeling.parts.base_precision import as_head_takes
 
 Head = Callable[[Tensor], Tensor]
+# Targets whose logits are in memory at once.
+CHUNK_SIZE = 1024
 
 
 def logits_function(model: PreTrainedModel) -> Head:
@@ -43,13 +45,10 @@ def _chunked_sum(function: Callable[..., Tensor], chunk_size: int, *tensors: Ten
 
 
 def negative_log_likelihood(
-    states: Tensor, targets: Tensor, head: Head, chunk_size: int = 256
+    states: Tensor, targets: Tensor, head: Head, chunk_size: int = CHUNK_SIZE
 ) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy of targets `(num_targets,)` from states `(num_targets, hidden_size)`.
-
-    Returns:
-        The sum over targets, and how many targets had the highest score (a scalar without gradient).
-    """
+    """Return the cross-entropy of targets `(num_targets,)` from states `(num_targets, hidden_size)`, summed, and how
+    many targets had the highest score (a scalar without gradient)."""
     hits: list[Tensor] = []
 
     def chunk_loss(chunk_states: Tensor, chunk_targets: Tensor) -> Tensor:
@@ -63,14 +62,14 @@ def negative_log_likelihood(
 
 
 def distillation_loss(
-    student_states: Tensor, teacher_states: Tensor, student_head: Head, teacher_head: Head, chunk_size: int = 256
+    student_states: Tensor,
+    teacher_states: Tensor,
+    student_head: Head,
+    teacher_head: Head,
+    chunk_size: int = CHUNK_SIZE,
 ) -> Tensor:
-    """Sum over answer tokens of KL(teacher || student), mean pooling's equation 5, in nats.
-
-    Args:
-        student_states: `(num_answer_tokens, student_hidden_size)`, the states that predict the answer tokens.
-        teacher_states: `(num_answer_tokens, teacher_hidden_size)`; no gradient flows into them.
-    """
+    """Return KL(teacher || student) in nats, summed over states `(num_answer_tokens, hidden_size)` that predict the
+    answer (mean pooling's equation 5); no gradient flows into the teacher's."""
 
     def chunk_loss(student: Tensor, teacher: Tensor) -> Tensor:
         student_log_probs = nn.functional.log_softmax(student_head(student), dim=-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run leaves beside its checkpoint, and where it goes on after a stop."""
+"""Records of a training run beside its checkpoint, and the checkpoint that a stopped run resumes."""
 
 from __future__ import annotations
 

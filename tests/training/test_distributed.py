@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import small_recipes
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -25,7 +26,6 @@ QUESTIONS = {"generated": True, "tasks": ["question_answering", "reconstruction"
 DOCUMENTS = {"generated": True, "tasks": ["reconstruction", "continuation"], "weight": 1}
 TEXTS = {"generated": True, "tasks": ["continuation"], "weight": 1}
 
-# Plain gradient descent: Adam would turn rounding errors of tiny gradients into whole steps.
 RUNS = {
     "compression_all": {"objective": "compression", "ratio_mode": "all", "gradient_accumulation_steps": 2},
     "compression_random": {"objective": "compression", "ratio_mode": "random", "gradient_checkpointing": True},
@@ -79,26 +79,10 @@ def teacher_folder(base_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture
 def write_recipe(base_folder: Path, teacher_folder: Path, tmp_path: Path):
     def write(name: str, **fields) -> str:
-        recipe = {
-            "base": str(base_folder),
-            "sources": [QUESTIONS],
-            "max_context_tokens": 60,
-            "max_target_tokens": 64,
-            "max_steps": 3,
-            "per_device_train_batch_size": 2,
-            "optim": "sgd",
-            "learning_rate": 0.5,
-            "lr_scheduler_type": "constant",
-            "max_grad_norm": 0.0,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "use_cpu": True,
-            "report_to": "none",
-            "disable_tqdm": True,
-            **fields,
-        }
+        # Plain gradient descent: Adam would turn rounding errors of tiny gradients into whole steps.
+        descent = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+        data = {"sources": [QUESTIONS], "max_context_tokens": 60, "max_target_tokens": 64, "max_steps": 3}
+        recipe = {**small_recipes.RUN, "base": str(base_folder), **data, **descent, **fields}
         if recipe.get("objective") in ("compression", "distillation", "joint"):
             recipe.setdefault("method_config", METHOD_CONFIGS[recipe.get("method", "mean_pooling")])
         if recipe.get("objective") == "joint":

@@ -26,6 +26,7 @@ SMALL = {
 BOUND = {"chunk_size": 16, "encoder_lora": None, "trainable_parameters": ["task_embeddings$"]}
 TOKENS = {"chunk_size": 16, "encoder_lora": {"rank": 2}}
 SHARED = {"chunk_size": 16, "encoder_lora": {"rank": 2}, "decoder_lora": {"rank": 2}}
+BEACON = ["activation_beacon/activation_beacon.yaml", "activation_beacon/bases/llama3_8b.yaml"]
 LAYERS = {"encoder_layers": 1, "encoder_lora": {"rank": 2}}
 
 
@@ -70,6 +71,14 @@ STAGES = {
             {"compression_ratios": [24], "passage_readout": "mean"},
         ),
         (["xrag/xrag.yaml", "xrag/tuning.yaml"], QUESTIONS, None),
+    ],
+    "activation_beacon": [
+        (
+            [*BEACON, "activation_beacon/pretraining.yaml"],
+            CONTINUED,
+            {"compression_ratios": [2, 4, 8], "window_size": 16, "num_sinks": 1},
+        ),
+        ([*BEACON, "activation_beacon/fine_tuning.yaml"], QUESTIONS, None),
     ],
     "voco": [(["embedded/five_hundred_x.yaml", "embedded/voco.yaml"], RESTORED, {})],
     "mean_pooling": [(["mean_pooling/multi_ratio.yaml"], QUESTIONS, {})],

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained checkpoint says what it was trained to read, and whoever asks it later takes that."""
+"""A trained checkpoint records the prompts of its training, and is asked with them."""
 
 import pytest
 import yaml
+from small_recipes import write_recipe
 from transformers import AutoTokenizer
 
 from context_compressors import MeanPoolingForCausalLM
@@ -19,41 +20,15 @@ PROMPTS = {
 }
 
 
-@pytest.fixture
-def trained(base_folder, tmp_path):
-    """A compressor from a recipe with prompts of its own, and its tokenizer."""
-    (tmp_path / "prompts.yaml").write_text(yaml.safe_dump(PROMPTS))
-    recipe = {
-        "base": str(base_folder),
-        "method": "mean_pooling",
-        "sources": [{"generated": True, "tasks": ["question_answering", "reconstruction"], "weight": 1}],
-        "prompts": str(tmp_path / "prompts.yaml"),
-        "context_prefix": "# Text\n",
-        "max_context_tokens": 60,
-        "max_target_tokens": 64,
-        "per_device_train_batch_size": 2,
-        "max_steps": 1,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "output_dir": str(tmp_path / "out"),
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert not main([str(tmp_path / "recipe.yaml")])
-    return MeanPoolingForCausalLM.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
-
-
 @pytest.mark.slow
-def test_prompts_of_the_recipe_are_in_the_checkpoint_and_are_taken(trained):
-    model, tokenizer = trained
-    config = model.config
-    assert config.prompts == {task: templates[0] for task, templates in PROMPTS.items()}
-    assert config.context_prefix == "# Text\n"
+def test_prompts_of_the_recipe_are_in_the_checkpoint_and_are_taken(base_folder, tmp_path):
+    (tmp_path / "prompts.yaml").write_text(yaml.safe_dump(PROMPTS))
+    fields = {"prompts": str(tmp_path / "prompts.yaml"), "context_prefix": "# Text\n"}
+    main([write_recipe(tmp_path, base=str(base_folder), **fields)])
+    config = MeanPoolingForCausalLM.from_pretrained(tmp_path / "out").config
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert config.prompts == {task: templates[0] for task, templates in PROMPTS.items()} == default_prompts(config)
     start = tokenizer.bos_token_id
-    expected = [start, *encode(tokenizer, "Q: Who?\nA:")]
-    assert question_ids(config, tokenizer, "Who?") == expected
-    assert default_prompts(config) == config.prompts
-    heading = encode(tokenizer, "# Text\n")
-    assert document_ids(config, tokenizer, "Nora.") == [start, *heading, *encode(tokenizer, "Nora.")]
+    assert question_ids(config, tokenizer, "Who?") == [start, *encode(tokenizer, "Q: Who?\nA:")]
+    document = [start, *encode(tokenizer, "# Text\n"), *encode(tokenizer, "Nora.")]
+    assert document_ids(config, tokenizer, "Nora.") == document

@@ -33,12 +33,3 @@ def test_the_family_starts_its_slots_as_pooled_embeddings_at_one_budget(method, 
     assert model.method_config["embedding_residual"] is (method != "five_hundred_x")
     assert model.method_config["compression_ratios"] == [2, 4, 8]
     assert (training.max_steps, training.per_device_train_batch_size, data.max_context_tokens) == (560, 24, 512)
-
-
-def test_the_small_budget_trains_a_method_of_the_family_on_a_cpu(tmp_path):
-    recipes = [f"smollm2/{name}.yaml" for name in ("data", "family", "comparison/icae", "cpu", "small")]
-    model, data, training = parse_recipe([*recipes, "--output_dir", str(tmp_path), "--bf16", "false"])
-    assert (model.method, model.method_config["embedding_residual"]) == ("icae", True)
-    assert (training.max_steps, training.per_device_train_batch_size) == (112, 2)
-    assert training.gradient_accumulation_steps == 4
-    assert data.task_schedule[0] == [0.0, ["reconstruction"]]

@@ -1,23 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation Beacon's objective, next tokens behind beacons, and its recipes."""
 
-import json
-
 import pytest
-import small_recipes
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
 from context_compressors import ActivationBeaconForCausalLM
 from context_compressors.data.sources import DataSource
 from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.windows import WindowDataset, WindowTrainer
-from context_compressors.training.train import main
 
-SMALL = {**small_recipes.SMALL, "max_target_tokens": 48}
 NO_ROWS = Dataset.from_dict({"input_ids": [[5]]})
-PAPER = ["activation_beacon/activation_beacon.yaml", "activation_beacon/bases/llama3_8b.yaml"]
 
 
 @pytest.fixture
@@ -75,29 +68,3 @@ def test_the_loss_is_every_tokens_at_the_ratios_of_the_step(beacon, make_trainer
             for ratio in (2, 4)
         ]
         torch.testing.assert_close(trainer._step_loss(batch, None), sum(each))
-
-
-@pytest.mark.slow
-def test_both_stages_and_answers_behind_memories_train(base_folder, tmp_path):
-    """The paper's recipes at a small size: all that trains moves, and the base does not."""
-    texts = [{"generated": True, "tasks": ["continuation"], "weight": 1}]
-    questions = [{"generated": True, "tasks": ["question_answering"], "weight": 1}]
-    short = {"min_context_tokens": 24, "max_context_tokens": 48, "report_to": "none"}
-    window = {"compression_ratios": [2, 4, 8], "window_size": 16, "num_sinks": 1}
-
-    def train(files, output, **fields):
-        fields = {**SMALL, **short, **fields, "output_dir": str(tmp_path / output)}
-        lines = [part for name, value in fields.items() for part in (f"--{name}", json.dumps(value).strip('"'))]
-        assert main([*files, *lines]) == 0
-        return AutoModelForCausalLM.from_pretrained(tmp_path / output)
-
-    start = {"base": str(base_folder), "method_config": window, "tokenizer": str(base_folder)}
-    first = train([*PAPER, "activation_beacon/pretraining.yaml"], "first", sources=texts, **start)
-    untrained = ActivationBeaconForCausalLM.from_base(base_folder, **window)
-    moved = {n for n, p in first.named_parameters() if not p.equal(untrained.get_parameter(n).float())}
-    assert moved == {name for name, p in untrained.named_parameters() if p.requires_grad}
-    again = {"checkpoint": str(tmp_path / "first"), "tokenizer": str(base_folder)}
-    second = train([*PAPER, "activation_beacon/fine_tuning.yaml"], "second", sources=questions, **again)
-    assert not second.model.beacon_embedding.equal(first.model.beacon_embedding)
-    third = train(PAPER, "third", objective="compression", sources=questions, **start)
-    assert third.config.prompts["question_answering"]

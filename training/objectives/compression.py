@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from statistics import harmonic_mean
 from typing import Any
 
@@ -17,15 +16,10 @@ from ...modeling.parts.chat_template import opening_ids, prompt_ids
 from ...modeling.parts.text_ids import context_end_ids, leave_out_bos, text_tokenizer
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..loading import load_compressor, load_tokenizer
-from .compression_collator import CompressionCollator
+from .compression_collator import CompressionCollator, Seq2SeqCollator
 from .compression_dataset import CompressionDataset
-from .compression_trainer import CompressionTrainer
-from .encoder_decoder import Seq2SeqCollator, Seq2SeqCompressionTrainer
+from .compression_trainer import CompressionTrainer, Seq2SeqCompressionTrainer
 from .packed_texts import PackedTexts
-
-logger = logging.getLogger(__name__)
-# Whose lengths are looked at before a run starts.
-_FIRST_EXAMPLES = 8
 
 
 def load(model_args: ModelArguments, args: TrainingConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -100,8 +94,6 @@ def trainer_arguments(
         # Workers that outlive an epoch would go on with its examples.
         args.dataloader_persistent_workers = False
         callbacks.append(NewEpochs(dataset))
-    if mode in ("compressed", "distillation") and dataset_class in (CompressionDataset, PackedTexts):
-        _warn_of_cut_contexts(dataset)
     return {
         "model": model,
         "args": args,
@@ -123,17 +115,6 @@ class NewEpochs(TrainerCallback):
         """Name the pass, also where a run is resumed inside of one."""
         # Behind an epoch of many steps their shares may not add up to a whole number.
         self.dataset.set_epoch(int((state.epoch or 0) + 1e-6))
-
-
-def _warn_of_cut_contexts(dataset: CompressionDataset) -> None:
-    """Warn where the first examples are all cut, so that no document is read to its end."""
-    num_seen = min(_FIRST_EXAMPLES, len(dataset))
-    if all(dataset[index]["num_cut"] for index in range(num_seen)):
-        logger.warning(
-            "each of the first %d examples is cut to max_context_tokens %d or its other limits: raise these, or give "
-            "shorter texts",
-            *(num_seen, dataset.data.max_context_tokens),
-        )
 
 
 def record_prompts(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> None:

@@ -40,22 +40,16 @@ class CompressionCollator:
     `dataset_kwargs={"skip_prepare_dataset": True}`.
 
     Args:
-        pad_token_id: id that fills up.
-        start_token_id: id that the text starts with: BOS, or EOS where a tokenizer has no BOS.
-        context_start_ids: ids that a compressed context starts with.
-        mode: one of `MODES`.
+        start_token_id: BOS, or EOS where a tokenizer has no BOS.
+        context_start_ids: ids that a compressed context starts with; `encoder_start_ids` in the encoder's own tokens.
+        mode: one of `MODES`; `context_mode` is that of the context in "joint".
         ratios: draw one of these for every row, by the row itself and `seed`, and give it to the model as `ratio`
             `(batch_size,)`; `None` leaves the ratio to the model or the trainer.
         padding_side: "right" or "left", of text and context.
-        pad_to_multiple_of: widths are multiples of this.
         with_metadata: add `example_ids`, `num_cut` and `documents`, which this package's trainers take out again.
-        seed: of the drawn ratios.
-        task_start_ids, restored_ids, bos_before_text, opens_context, bos_before_task_token: how the compressor's texts
-            start, see `data.task_tokens.text_starts`.
-        context_mode: how "joint" gives the context: compressed, full_context or no_context.
-        encoder_start_ids: `context_start_ids` in the encoder's own tokens, if it has a tokenizer of its own.
-        memories: folder of memory files, `DOCUMENT_ID.safetensors`, that replace the contexts, as `memory`.
-        model_id: name of the compressor that has made these memories.
+        task_start_ids, restored_ids, bos_before_text, opens_context, bos_before_task_token: of a compressor's
+            `data.task_tokens.text_starts`.
+        memories: folder of files `DOCUMENT_ID.safetensors` of the compressor `model_id`, which replace the contexts.
     """
 
     def __init__(
@@ -173,7 +167,7 @@ class CompressionCollator:
         return random.Random("/".join(map(str, [self.seed, *row]))).choice(self.ratios or ())
 
     def _encoder_passages(self, example: Mapping[str, Any]) -> list[list[int]]:
-        """What is compressed, passage by passage; a context without passages is one."""
+        """Return the ids to compress, passage by passage; a context without passages is one."""
         if self.opens_context:
             return [[*(example.get("head_ids") or [self.start_token_id]), *example["context_ids"]]]
         is_own = self.encoder_start_ids is not None
@@ -190,16 +184,11 @@ class CompressionCollator:
 
     def _stored_memory(self, example: Mapping[str, Any], context: Sequence[int]) -> CompressedContext:
         name, documents = example.get("id", ""), example.get("documents", ())
-        if len(documents) != 1:
-            raise ValueError(
-                f"example {name!r} is of {len(documents)} documents of the data, and a memory file is of one: leave "
-                "generated sources and contexts_per_document out"
-            )
-        path = Path(self.memories or "") / f"{documents[0]}.safetensors"
+        path = Path(self.memories or "") / f"{documents[0] if len(documents) == 1 else None}.safetensors"
         if not path.is_file():
             raise ValueError(
-                f"there is no memory {path} of example {name!r}: write them with `context-compressors compress MODEL "
-                f"DATA --by-document --output {self.memories}`"
+                f"example {name!r} of the documents {list(documents)} has no memory in {self.memories}: write one for "
+                f"each document with `context-compressors compress MODEL DATA --by-document --output {self.memories}`"
             )
         memory = CompressedContext.load(path, model_id=self.model_id)
         num_tokens = int(memory.num_context_tokens.sum())
@@ -211,7 +200,7 @@ class CompressionCollator:
         return memory
 
     def _start(self, example: Mapping[str, Any], task: str | None) -> list[int]:
-        """What stands in front of a text: its start token or head, and in "full_context" the context."""
+        """Return the ids in front of a text: its start token or head, and in "full_context" the context."""
         task_id, head = self.task_start_ids.get(task or ""), example.get("head_ids") or []
         if self.opens_context and self.context_mode == "compressed":
             head = []
@@ -226,7 +215,7 @@ class CompressionCollator:
         return [*(head or [self.start_token_id]), *(example["context_ids"] if is_full else ())]
 
     def _restored(self, task: str | None) -> list[int]:
-        """What the target of a task's text starts with, in front of the example's own."""
+        """Return the ids in front of the example's own target."""
         return self.restored_ids if task == "reconstruction" and task in self.task_start_ids else []
 
     def _row(self, example: Mapping[str, Any]) -> _Row:
@@ -269,6 +258,33 @@ def _with_turns(start: list[int], example: Mapping[str, Any]) -> _Row:
         ids += [*prompt, *target]
         labels += [*[-100] * len(prompt), *target]
     return ids, labels
+
+
+class Seq2SeqCollator(CompressionCollator):
+    """`CompressionCollator` for encoder-decoders (DeCAL), whose contexts end with `context_end_ids`.
+
+    With `question_placement="encoder"` the prompt stands in front of the context, and not of the target.
+    """
+
+    def __init__(
+        self, *args: Any, question_placement: str = "decoder", context_end_ids: Sequence[int] = (), **kwargs: Any
+    ):
+        super().__init__(*args, **{"restored_ids": (), **kwargs})
+        self.question_placement, self.context_end_ids = question_placement, list(context_end_ids)
+
+    def _encoder_passages(self, example: Mapping[str, Any]) -> list[list[int]]:
+        if not example.get("passages"):
+            return super()._encoder_passages(example)
+        return [[*ids, *self.context_end_ids] for ids in super()._encoder_passages(example)]
+
+    def _encoder_context(self, example: Mapping[str, Any]) -> list[int]:
+        question = example["prompt_ids"] if self.question_placement == "encoder" else []
+        return [*question, *super()._encoder_context(example), *self.context_end_ids]
+
+    def _row(self, example: Mapping[str, Any]) -> _Row:
+        if self.question_placement == "encoder":
+            example = {**example, "prompt_ids": []}
+        return super()._row(example)
 
 
 _FORMS = "`messages`, or `prompt` and `completion`, each a text or messages with `role` and `content`"
@@ -318,7 +334,7 @@ class TextRows:
         return example
 
     def _turns(self, row: Mapping[str, Any]) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
-        """What stands in front of the document, and what is read and learned in each turn."""
+        """Return the ids in front of the document, and those that are read and learned in each turn."""
         messages, prompt, completion = (row.get(name) for name in ("messages", "prompt", "completion"))
         if isinstance(prompt, str) and isinstance(completion, str):
             prompts = prompt_ids(self._tokenizer, [prompt], self._config.prompt_format)

@@ -21,7 +21,7 @@ from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from ...modeling.parts.chat_template import DOCUMENT_END, before_answer, prompt_ids
 from ...modeling.parts.prompting import cut_passages
 from ...modeling.parts.text_ids import encode, prefix_ids, text_tokenizer
-from ..fields import DataArguments, check_length_schedule, check_task_schedule, scheduled_length
+from ..fields import DataArguments, scheduled_length
 
 # Their contexts belong to a question or a summary, and cannot be made shorter.
 _WHOLE_TASKS = {"question_answering", "summarization"}
@@ -71,8 +71,7 @@ class CompressionDataset(Dataset):
         self._group: tuple[int, list[dict[str, Any]]] = (-1, [])
         self.shortest, self.longest = self._lengths()
         self.prefix_ids = prefix_ids(tokenizer, data.context_prefix)
-        self.length_points = check_length_schedule(data.length_schedule or [(0.0, self.longest)])
-        self.task_points = None if data.task_schedule is None else check_task_schedule(data.task_schedule)
+        self.length_points = data.length_schedule or [[0.0, self.longest]]
         entries = data.parsed_sources()
         self._check_sources(entries)
         self._check_tasks(entries)
@@ -91,7 +90,7 @@ class CompressionDataset(Dataset):
     def _check_tasks(self, entries: Sequence[DataSource]) -> None:
         """Refuse a schedule with tasks that no source has."""
         offered = {task for entry in entries for task in entry.tasks}
-        scheduled = {task for _, tasks in self.task_points or () for task in tasks}
+        scheduled = {task for _, tasks in self.data.task_schedule or () for task in tasks}
         if missing := sorted(scheduled - offered):
             raise ValueError(f"task_schedule has the tasks {missing}; those of the sources are {sorted(offered)}")
 
@@ -104,7 +103,7 @@ class CompressionDataset(Dataset):
             raise ValueError(f"give a weight to every source or to none; {missing} have none")
         if None in sizes and not (has_weights and num_examples):
             raise ValueError("generated documents never end: give a weight to every source, and max_steps")
-        is_each_row_once = num_examples is None and not has_weights and self.task_points is None
+        is_each_row_once = num_examples is None and not has_weights and self.data.task_schedule is None
         num_examples = sum(sizes) if num_examples is None else num_examples
         shares = np.array([entry.weight if has_weights else size for entry, size in zip(entries, sizes, strict=True)])
         generator = np.random.default_rng([self.seed, 0])
@@ -127,20 +126,20 @@ class CompressionDataset(Dataset):
 
     def _phases(self, num_examples: int) -> list[tuple[int, list[str] | None]]:
         """Number of examples and allowed tasks of each part of the training, one after the other."""
-        if self.task_points is None:
+        if self.data.task_schedule is None:
             return [(num_examples, None)]
         # The first index whose fraction has been reached, as in `_tasks_at`.
-        starts = [math.ceil(fraction * num_examples) for fraction, _ in self.task_points]
+        starts = [math.ceil(fraction * num_examples) for fraction, _ in self.data.task_schedule]
         sizes = np.diff([*starts, num_examples]).tolist()
-        return [(size, tasks) for size, (_, tasks) in zip(sizes, self.task_points, strict=True)]
+        return [(size, tasks) for size, (_, tasks) in zip(sizes, self.data.task_schedule, strict=True)]
 
     def _tasks_at(self, index: int, tasks: Sequence[str]) -> list[str]:
         """Those of a source's tasks that an example may have, as often as the source names them."""
         if self.data.task_per_batch:
             index -= index % self.batch_size
         tasks = list(tasks)
-        if self.task_points is not None:
-            reached = [allowed for fraction, allowed in self.task_points if fraction * len(self) <= index]
+        if self.data.task_schedule is not None:
+            reached = [allowed for fraction, allowed in self.data.task_schedule if fraction * len(self) <= index]
             tasks = [task for task in tasks if task in reached[-1]]
         return [random.Random(f"{self._seed}/task/{index}").choice(tasks)] if self.data.task_per_batch else tasks
 
@@ -151,7 +150,7 @@ class CompressionDataset(Dataset):
 
     @property
     def _seed(self) -> str:
-        """What an epoch's examples are drawn by, with their index."""
+        """Seed of an epoch's examples, which their index completes."""
         return f"{self.seed}/epoch {self.epoch}" if self.epoch else str(self.seed)
 
     def __len__(self) -> int:

@@ -42,7 +42,6 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         kwargs: as for `trl.SFTTrainer`; batches come from `CompressionCollator`.
     """
 
-    _collator_mode = "compressed"
     _is_mean_over_targets = True
 
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
@@ -125,15 +124,13 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
     def _check_batch(self, inputs: dict[str, Any]) -> None:
         has_context = not {"context_input_ids", "memory"}.isdisjoint(inputs)
         if has_context != (self.args.context_mode == "compressed"):
-            mode = self._collator_mode if self.args.context_mode == "compressed" else self.args.context_mode
             raise ValueError(
                 f"context_mode {self.args.context_mode!r} needs batches with{'' if not has_context else 'out'} "
-                f"context_input_ids: use CompressionCollator(mode={mode!r})"
+                "context_input_ids: give CompressionCollator the same mode"
             )
 
     def _memories(self, batch: dict[str, Tensor]) -> tuple[list[tuple[str, CompressedContext | None]], Tensor | float]:
-        """The name of each loss of the step and the memory that its text is read behind, all from one encoding; and
-        the loss of the method's own parts."""
+        """Return the step's memories from one encoding, each with the name of its loss, and the method's own loss."""
         if self.args.context_mode != "compressed":
             return [(self.args.context_mode, None)], 0.0
         if "memory" in batch:
@@ -150,7 +147,7 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         return [(f"ratio_{ratio}", memory) for ratio, memory in zip(ratios, memories, strict=True)], own_loss
 
     def _compressed(self, context: dict[str, Tensor], ratio: Any) -> tuple[Any, Tensor | float]:
-        """What `compress` makes of the contexts, and the loss of the method's own parts."""
+        """Return the memories of the contexts, and the loss of the method's own parts."""
         model = self._unwrapped()
         if not (model.base_model.has_own_loss and self.model.training):
             return model.compress(**context, ratio=ratio), 0.0
@@ -186,12 +183,12 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         return torch.stack(losses).sum() + self._share(own_loss, num_items_in_batch)
 
     def _share(self, loss: Tensor | float, num_items_in_batch: Tensor | int | None) -> Tensor | float:
-        """A mean over a batch as its part of a step, where the losses beside it are parts of one."""
+        """Scale a mean over a batch as the losses beside it, which are parts of a step."""
         is_whole = num_items_in_batch is None or not isinstance(loss, Tensor)
         return loss if is_whole else loss / self.current_gradient_accumulation_steps
 
     def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
-        """What every memory of the step shares: here the number of target tokens that the loss is divided by."""
+        """Return the number of target tokens that the loss of each memory is divided by."""
         if num_items_in_batch is None:
             return count_targets(inputs["labels"]).clamp(min=1)
         return self._for_each_process(num_items_in_batch)
@@ -207,8 +204,8 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
     def _text_loss(self, states: Tensor, labels: Tensor, name: str) -> Tensor:
         """The summed cross-entropy of a text's targets, which is logged as a mean."""
         chosen = prediction_positions(labels)
-        targets, size = labels[:, 1:][chosen[:, :-1]], self.args.distillation_chunk_size
-        total, correct = negative_log_likelihood(states[chosen], targets, logits_function(self._unwrapped()), size)
+        targets = labels[:, 1:][chosen[:, :-1]]
+        total, correct = negative_log_likelihood(states[chosen], targets, logits_function(self._unwrapped()))
         self._record(f"loss_{name}", total, chosen.sum())
         self._record(f"token_accuracy_{name}", correct, chosen.sum())
         return total
@@ -235,12 +232,23 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         return output
 
     def _loss_weight(self, name: str) -> float:
-        """What a loss of the log counts in the loss of an evaluation."""
+        """Return the weight of a logged loss in the loss of an evaluation."""
         return 1.0
 
     def _count_tokens(self, inputs: dict[str, Any]) -> None:
         if self.model.training:
             self.run_counts.add(num_tokens=int(inputs["attention_mask"].sum()))
+
+
+class Seq2SeqCompressionTrainer(CompressionTrainer):
+    """`CompressionTrainer` of an encoder-decoder (DeCAL), whose decoder reads the slots by cross-attention.
+
+    The log's `token_accuracy_ratio_C` over span-corrupted texts is Table 1's accuracy.
+    """
+
+    def _states(self, batch: dict[str, Tensor], memory: CompressedContext | None, prefix: str = "") -> Tensor:
+        text = {name: batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask")}
+        return self._unwrapped().text_states(**text, memory=memory, use_cache=False).last_hidden_state
 
 
 def count_targets(labels: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ...data.task_tokens import add_sentinel_tokens
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from .compression import load, trainer_arguments
 from .compression_collator import CompressionCollator
-from .encoder_decoder import Seq2SeqCompressionTrainer
+from .compression_trainer import Seq2SeqCompressionTrainer
 from .packed_texts import PackedTexts
 
 
@@ -44,7 +44,7 @@ class SpanCorruption:
         return num_tokens
 
     def noise_mask(self, num_tokens: int, rng: random.Random) -> list[bool]:
-        """Which tokens are taken out: spans of random lengths, kept ones and noise in turn, a kept one first."""
+        """Draw the tokens that are taken out, in spans of random lengths behind kept ones."""
         noise, spans = self.counts(num_tokens)
         lengths = zip(_random_parts(num_tokens - noise, spans, rng), _random_parts(noise, spans, rng), strict=True)
         return [is_noise for kept, taken in lengths for is_noise in [False] * kept + [True] * taken]
@@ -59,10 +59,7 @@ def _random_parts(total: int, num_parts: int, rng: random.Random) -> list[int]:
 def corrupt(
     tokens: Sequence[int], noise_mask: Sequence[bool], sentinel_ids: Sequence[int], end_id: int
 ) -> tuple[list[int], list[int]]:
-    """Encoder input and target of a corrupted text.
-
-    A sentinel stands for each span of the noise mask in the input, and in front of it in the target. EOS ends both.
-    """
+    """Return encoder input and target: a sentinel replaces each span of noise, and precedes it in the target."""
     inputs: list[int] = []
     targets: list[int] = []
     sentinels = iter(sentinel_ids)
@@ -80,15 +77,14 @@ def corrupt(
 class DenoisingDataset(PackedTexts):
     """Blocks of texts for `SpanCorruptionCollator`: `token_ids`, `id`, `num_cut`, `index`, `documents`.
 
-    Texts stand one behind the other, as T5 packs them. `max_context_tokens` are left of a block when `noise_density`
-    of it is taken out.
+    Texts stand one behind the other, as T5 packs them. `max_context_tokens` are left of a block when spans of it are
+    taken out.
     """
 
     ends_texts = False
 
     def _lengths(self) -> tuple[int, int]:
-        corruption = SpanCorruption(self.data.noise_density, self.data.mean_span_length)
-        num_tokens = corruption.raw_length(self.data.max_context_tokens)
+        num_tokens = SpanCorruption().raw_length(self.data.max_context_tokens)
         return num_tokens, num_tokens
 
     def _block_size(self) -> int:
@@ -110,17 +106,10 @@ class SpanCorruptionCollator(CompressionCollator):
     target, and `labels` the target. The noise of an example depends on its index, its text and the seed only.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        sentinel_ids: Sequence[int],
-        end_id: int,
-        corruption: SpanCorruption,
-        **kwargs: Any,
-    ):
+    def __init__(self, *args: Any, sentinel_ids: Sequence[int], end_id: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.context_start_ids = []
-        self.sentinel_ids, self.end_id, self.corruption = list(sentinel_ids), end_id, corruption
+        self.sentinel_ids, self.end_id = list(sentinel_ids), end_id
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a batch; every tensor is `(batch_size, width)` of int64."""
@@ -129,7 +118,7 @@ class SpanCorruptionCollator(CompressionCollator):
     def _corrupted(self, example: Mapping[str, Any]) -> dict[str, Any]:
         tokens = example["token_ids"]
         rng = random.Random(f"{self.seed}/{example.get('id', '')}/{example.get('index', '')}/{tokens}")
-        mask = self.corruption.noise_mask(len(tokens), rng)
+        mask = SpanCorruption().noise_mask(len(tokens), rng)
         context, target = corrupt(tokens, mask, self.sentinel_ids, self.end_id)
         # The task only tells the token that the decoder starts with, which is the same for all.
         return {**example, "context_ids": context, "prompt_ids": [], "target_ids": target, "task": "reconstruction"}
@@ -138,8 +127,6 @@ class SpanCorruptionCollator(CompressionCollator):
 def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> Seq2SeqCompressionTrainer:
     """Return the trainer of a recipe; its tokenizer gets T5's sentinels."""
     model, tokenizer = load(model_args, args)
-    sentinel_ids = add_sentinel_tokens(tokenizer)
-    corruption = SpanCorruption(data_args.noise_density, data_args.mean_span_length)
-    collating = {"sentinel_ids": sentinel_ids, "end_id": tokenizer.eos_token_id, "corruption": corruption}
+    collating = {"sentinel_ids": add_sentinel_tokens(tokenizer), "end_id": tokenizer.eos_token_id}
     recipe = (model, tokenizer, data_args, args, "compressed", DenoisingDataset, SpanCorruptionCollator)
     return Seq2SeqCompressionTrainer(**trainer_arguments(*recipe, **collating))

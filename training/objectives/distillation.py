@@ -31,7 +31,6 @@ class DistillationTrainer(CompressionTrainer):
         model, args, kwargs: as for `CompressionTrainer`.
     """
 
-    _collator_mode = "distillation"
     # It is one over rows.
     _is_mean_over_targets = False
 
@@ -74,7 +73,7 @@ class DistillationTrainer(CompressionTrainer):
         teacher = student if self.teacher is None else self.accelerator.unwrap_model(self.teacher)
         chosen = prediction_positions(labels)
         heads = logits_function(student), logits_function(teacher)
-        divergence = distillation_loss(states[chosen], target, *heads, self.args.distillation_chunk_size)
+        divergence = distillation_loss(states[chosen], target, *heads)
         self._record(f"kl_per_token_{name}", divergence, chosen.sum())
         total = self.args.kl_weight * divergence
         if self.args.nll_weight:

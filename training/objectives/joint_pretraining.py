@@ -96,8 +96,6 @@ class JointPretrainingTrainer(CompressionTrainer):
     from `CompressionCollator(mode="joint")`.
     """
 
-    _collator_mode = "joint"
-
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
         super().__init__(model=model, args=args, **kwargs)
         weights = dict(zip(JOINT_TASKS, (args.alpha, 1 - args.alpha), strict=True))

@@ -132,7 +132,7 @@ class SegmentTrainer(CompressionTrainer):
         return torch.stack(losses).sum()
 
     def _parts(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """A batch of each substep; what is told of the examples goes with the first."""
+        """Yield a batch of each substep; metadata of the examples goes with the first."""
         tensors = ("input_ids", "attention_mask", "labels")
         inputs = {**inputs, "num_targets": count_targets(inputs["labels"])}
         for span, lengths in _spans(inputs["segment_lengths"]):
@@ -179,7 +179,7 @@ class SegmentTrainer(CompressionTrainer):
 
 
 def _spans(segment_lengths: Sequence[Sequence[int]]) -> Iterator[tuple[slice, Sequence[int]]]:
-    """Where each substep stands in its batch, and the lengths of its segments."""
+    """Yield the place of each substep in its batch, and the lengths of its segments."""
     places = accumulate(map(sum, segment_lengths), initial=0)
     for (start, end), lengths in zip(pairwise(places), segment_lengths, strict=True):
         yield slice(start, end), lengths

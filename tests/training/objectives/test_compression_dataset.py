@@ -9,7 +9,7 @@ from context_compressors.data.prompts import TASKS
 from context_compressors.data.synthetic_documents import generate_document
 from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.training.arguments import DataArguments
-from context_compressors.training.fields import check_length_schedule, scheduled_length
+from context_compressors.training.fields import scheduled_length
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
 
 GENERATED = {"generated": True, "tasks": ["question_answering", "reconstruction", "continuation"], "weight": 1}
@@ -142,7 +142,7 @@ def test_the_length_limit_grows(tokenizer, folder):
     lengths = [len(dataset[index]["context_ids"]) for index in range(200)]
     assert max(lengths[:20]) <= 56
     assert max(lengths[150:]) > 120
-    points = check_length_schedule([[0.2, 10], [0.4, 30]])
+    points = [[0.2, 10], [0.4, 30]]
     assert [scheduled_length(points, x) for x in (0, 0.2, 0.3, 0.35, 0.4, 1)] == [10, 10, 20, 25, 30, 30]
 
 

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-import yaml
+from small_recipes import write_recipe
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from context_compressors import DeCALForConditionalGeneration
@@ -19,8 +19,9 @@ from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.training.arguments import DataArguments
 from context_compressors.training.loading import new_encoder_decoder
-from context_compressors.training.objectives.denoising import DenoisingDataset, SpanCorruption, SpanCorruptionCollator
-from context_compressors.training.objectives.encoder_decoder import Seq2SeqCollator, Seq2SeqCompressionTrainer
+from context_compressors.training.objectives.compression_collator import Seq2SeqCollator
+from context_compressors.training.objectives.compression_trainer import Seq2SeqCompressionTrainer
+from context_compressors.training.objectives.denoising import DenoisingDataset, SpanCorruptionCollator
 from context_compressors.training.train import main
 
 SOURCE = {"generated": True, "tasks": ["continuation"], "weight": 1}
@@ -82,7 +83,6 @@ def test_the_loss_is_that_of_the_stock_form_at_every_ratio(model, own_tokenizer,
         own_tokenizer,
         sentinel_ids=sentinels,
         end_id=own_tokenizer.eos_token_id,
-        corruption=SpanCorruption(),
         task_start_ids={"reconstruction": model.config.decoder_start_token_id},
     )
     trainer = Seq2SeqCompressionTrainer(
@@ -109,49 +109,25 @@ def test_the_loss_is_that_of_the_stock_form_at_every_ratio(model, own_tokenizer,
 # --- recipes ---
 
 
-def small(tmp_path, base_folder, **fields) -> list[str]:
+def small(tmp_path, **fields) -> str:
     """One more recipe that brings a run down to what trains in a second."""
-    recipe = {
-        "sources": [SOURCE],
-        "max_context_tokens": 40,
-        "max_target_tokens": 41,
-        "min_context_tokens": 16,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 1,
-        "group_batches": 1,
-        "max_steps": 2,
-        "warmup_steps": 0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "lr_scheduler_type": "constant",
-        "lr_scheduler_kwargs": {},
-        "dtype": "float32",
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        **fields,
-    }
-    file = tmp_path / f"small_{len(list(tmp_path.iterdir()))}.yaml"
-    file.write_text(yaml.safe_dump(recipe))
-    return [str(file)]
-
-
-def new(tmp_path, base_folder, **fields) -> list[str]:
-    return small(tmp_path, base_folder, tokenizer=str(base_folder), model_config=TINY, **fields)
+    settings = {"min_context_tokens": 16, "group_batches": 1, "warmup_steps": 0, "dtype": "float32"}
+    settings |= {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}, "gradient_accumulation_steps": 1}
+    return write_recipe(tmp_path, **{**settings, "sources": [SOURCE], "max_context_tokens": 40, **fields})
 
 
 @pytest.mark.slow
 def test_pretraining_then_questions_then_answers(tmp_path, base_folder):
     """The whole way of the small recipes: denoise from nothing, fine-tune the checkpoint, evaluate it."""
     pretrained, tuned = tmp_path / "pretrained", tmp_path / "tuned"
-    assert main(["embedded/decal.yaml", *new(tmp_path, base_folder), "--output_dir", str(pretrained)]) == 0
+    new = small(tmp_path, tokenizer=str(base_folder), model_config=TINY)
+    assert main(["embedded/decal.yaml", new, "--output_dir", str(pretrained)]) == 0
     log = json.loads((pretrained / "training_summary.json").read_text())["log"]
     assert any("token_accuracy_ratio_2" in entry for entry in log)
     assert not (pretrained / "training_args.bin").exists()
     questions = [{**SOURCE, "tasks": ["question_answering"]}]
-    recipe = small(tmp_path, base_folder, sources=questions)
-    arguments = ["embedded/decal.yaml", "decal/small/fine_tuning.yaml", *recipe, "--checkpoint", str(pretrained)]
+    recipe = small(tmp_path, sources=questions)
+    arguments = ["embedded/decal.yaml", "decal/small/fine_tuning.yaml", recipe, "--checkpoint", str(pretrained)]
     assert main([*arguments, "--output_dir", str(tuned)]) == 0
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(tuned), AutoTokenizer.from_pretrained(tuned)
     assert type(model) is DeCALForConditionalGeneration

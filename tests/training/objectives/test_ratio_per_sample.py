@@ -85,25 +85,3 @@ def test_loss_and_gradients_are_those_of_each_row_at_its_own_ratio(mode, method,
     assert set(found) == set(by_row)
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, by_row[name], rtol=1e-3, atol=1e-5, msg=name)
-
-
-def test_draws_do_not_depend_on_batches_or_processes_and_differ_by_index_and_seed(datasets, tokenizer):
-    rows = datasets["compressed"]
-    examples = [rows[index] for index in range(24)]
-
-    def draw(batches, seed=0):
-        collator = CompressionCollator.from_tokenizer(tokenizer, ratios=RATIOS, seed=seed)
-        return torch.cat([collator(batch)["ratio"] for batch in batches])
-
-    whole = draw([examples])
-    assert draw([examples[start : start + 4] for start in range(0, 24, 4)]).equal(whole)
-    # What two processes get of every batch of four.
-    first, second = ([examples[i] for i in range(24) if i % 4 // 2 == process] for process in (0, 1))
-    both = torch.empty_like(whole)
-    is_second = torch.arange(24) % 4 // 2 == 1
-    both[~is_second], both[is_second] = draw([first]), draw([second])
-    assert both.equal(whole)
-    assert not draw([examples], seed=1).equal(whole)
-    # One row that a data set comes back to is drawn anew.
-    again = [{**examples[0], "index": index} for index in range(20)]
-    assert set(draw([again]).tolist()) == set(RATIOS)

@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import yaml
+from small_recipes import write_recipe
 from transformers import AutoModelForTextEncoding, AutoTokenizer
 
 from context_compressors import DeCALConfig, DeCALForRetrieval
@@ -114,40 +115,15 @@ def test_contrastive_loss_is_the_loop_over_queries(first):
 # --- training ---
 
 
-def recipe(folder: str, base_folder: Path, **fields) -> str:
-    content = {
-        "objective": "retrieval",
-        "method": "decal",
-        "tokenizer": str(base_folder),
-        "model_config": TINY,
-        "method_config": {"compression_ratios": [2]},
-        "sources": [SOURCE],
-        "data_dir": folder,
-        "max_context_tokens": 40,
-        "max_steps": 2,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        **fields,
-    }
-    path = Path(folder) / "recipe.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return str(path)
-
-
 @pytest.mark.slow
 def test_a_recipe_trains_a_model_that_finds_the_documents(write_tables, base_folder, tmp_path):
     folder = write_tables()
     output = tmp_path / "out"
-    fields = {"max_steps": 40, "seed": 1, "contrastive_temperature": 0.2}
-    assert main([recipe(folder, base_folder, **fields), "--output_dir", str(output)]) == 0
+    fields = {"objective": "retrieval", "method": "decal", "method_config": {"compression_ratios": [2]}}
+    fields |= {"tokenizer": str(base_folder), "model_config": TINY, "sources": [SOURCE], "data_dir": folder, "seed": 1}
+    fields |= {"max_context_tokens": 40, "max_steps": 40, "per_device_train_batch_size": 8, "learning_rate": 1e-2}
+    fields |= {"lr_scheduler_type": "constant", "contrastive_temperature": 0.2}
+    assert main([write_recipe(tmp_path, **fields)]) == 0
     log = yaml.safe_load((output / "training_summary.json").read_text())["log"]
     losses = [entry["loss"] for entry in log if "loss" in entry]
     assert losses[-1] < 0.2 * math.log(8)

@@ -84,12 +84,8 @@ def test_a_plain_checkpoint_learns_texts_as_they_stand_and_one_question_in_its_o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["messages", "prompt"])
-def test_the_stock_trainer_trains_rows_as_they_stand(chat, tokenizer, tmp_path, form):
-    rows = [
-        {"messages": LONGER} if form == "messages" else {"prompt": "Who?", "completion": f"Nora {number}"}
-        for number in range(6)
-    ]
+def test_the_stock_trainer_trains_rows_as_they_stand(chat, tokenizer, tmp_path):
+    rows = [{"prompt": "Who?", "completion": f"Nora {number}"} for number in range(6)]
     before = {name: parameter.detach().clone() for name, parameter in chat.named_parameters()}
     given = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
     trainer = SFTTrainer(
