@@ -117,6 +117,12 @@ def test_zero_shot_is_the_base_with_the_adapters_off(model, tokenizer, folders):
     assert abs(own / report.score("tiny", RECONSTRUCTION, "zero_shot_no_context", "perplexity") - 1) > 1e-3
 
 
+def test_zero_shot_refuses_a_checkpoint_whose_base_trained(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(model.get_output_embeddings().weight, "requires_grad", True)
+    with pytest.raises(ValueError, match=r"trained weights of the base itself.* --teacher BASE"):
+        run(model, tokenizer, tasks=(RECONSTRUCTION,), zero_shot=True)
+
+
 @torch.no_grad()
 def naive_recovered_perplexity(model, tokenizer, condition, rows):
     """Perplexity of what the model writes by itself, token after token, EOS included where it wrote one."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from statistics import harmonic_mean
 from typing import Any
 
@@ -20,6 +21,10 @@ from .compression_collator import CompressionCollator, Seq2SeqCollator
 from .compression_dataset import CompressionDataset
 from .compression_trainer import CompressionTrainer, Seq2SeqCompressionTrainer
 from .packed_texts import PackedTexts
+
+logger = logging.getLogger(__name__)
+# Whose lengths are looked at before a run starts.
+_FIRST_EXAMPLES = 8
 
 
 def load(model_args: ModelArguments, args: TrainingConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -94,6 +99,8 @@ def trainer_arguments(
         # Workers that outlive an epoch would go on with its examples.
         args.dataloader_persistent_workers = False
         callbacks.append(NewEpochs(dataset))
+    if mode in ("compressed", "distillation") and dataset_class in (CompressionDataset, PackedTexts):
+        _warn_of_cut_contexts(dataset)
     return {
         "model": model,
         "args": args,
@@ -103,6 +110,17 @@ def trainer_arguments(
         "data_collator": collator,
         "callbacks": callbacks,
     }
+
+
+def _warn_of_cut_contexts(dataset: CompressionDataset) -> None:
+    """Warn where the first examples are all cut, so that no document is read to its end."""
+    num_seen = min(_FIRST_EXAMPLES, len(dataset))
+    if all(dataset[index]["num_cut"] for index in range(num_seen)):
+        logger.warning(
+            "each of the first %d examples is cut to max_context_tokens %d or its other limits: raise these, or give "
+            "shorter texts",
+            *(num_seen, dataset.data.max_context_tokens),
+        )
 
 
 class NewEpochs(TrainerCallback):
