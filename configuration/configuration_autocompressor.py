@@ -14,9 +14,8 @@ _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 class AutoCompressorConfig(MemoryTokensConfig):
-    r"""
-    AutoCompressor ("Adapting Language Models to Compress Contexts"): the states of summary tokens behind a segment are
-    read in front of all later segments.
+    """AutoCompressor ("Adapting Language Models to Compress Contexts"): the states of summary tokens behind a segment
+    are read in front of all later segments.
 
     LLoCO ("LLoCO: Learning Long Contexts Offline") is its second stage, `training_stage="reader"`.
 
@@ -27,13 +26,12 @@ class AutoCompressorConfig(MemoryTokensConfig):
             the latest one alone, as in the recurrent memory transformer (RMT).
         encoder_lora: Of the authors' AutoCompressor on Llama-2-7B. On OPT all weights train: `None`, and
             `trainable_parameters=["."]`. Defaults to rank 16, alpha 16, dropout 0.05 on the attention's four maps.
-        shared_adapter: One model reads segments and summaries throughout: `True` if not given, where there is an
-            `encoder_lora` and no encoder of its own.
-        decoder_lora: Of LLoCO: an adapter beside the shared one, with which the decoder alone reads. If not given,
-            rank 8, alpha 16, dropout 0.05 on the attention's four maps in the stage `"reader"`, and none before.
+        shared_adapter: One model reads segments and summaries: `True` if not given, where there is an `encoder_lora`
+            and no encoder of its own.
+        decoder_lora: Of LLoCO: an adapter beside the shared one, with which the decoder alone reads. Defaults to rank
+            8, alpha 16, dropout 0.05 on the attention's four maps in the stage `"reader"`, and to none before.
         training_stage: `"compressor"`: the shared adapter and the summary tokens train. `"reader"`: the decoder's own
-            adapter alone. What makes memories is then frozen, so that they are those of the checkpoint that it started
-            from, by name, too, and may have been made once and for all. It is part of the checkpoint.
+            adapter alone; memories are then those of the checkpoint that it started from, by name, too.
         memory_tokens: As in the authors' code; `"by_ratio"`: a short segment takes fewer.
         memory_start: Summary tokens start as copies of EOS.
         task_token_ids: None by default.

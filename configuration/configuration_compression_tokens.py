@@ -11,18 +11,16 @@ TOKEN_ATTENTIONS = ("causal", "bidirectional")
 
 
 class CompressionTokensConfig(CompressorConfig):
-    r"""
-    One learned token, repeated ceil(n / r) times behind the context: the baseline of "Simple Context Compression:
+    """One learned token, repeated ceil(n / r) times behind the context: the baseline of "Simple Context Compression:
     Mean-Pooling and Multi-Ratio Training" (section 3).
 
     Args:
         compression_ratios: The ratios of section 5.1.
-        encoder_lora: Table 6. Defaults to rank 16, alpha 16 on all linear maps.
-        decoder_lora: Table 6; encoder and decoder have separate LoRA weights. Defaults to rank 16, alpha 16 on all
-            linear maps.
+        encoder_lora, decoder_lora: Table 6; encoder and decoder have separate LoRA weights. Default to rank 16, alpha
+            16 on all linear maps.
         token_attention: Whether a copy sees the copies in front of it only (`"causal"`) or all of them
-            (`"bidirectional"`, which needs eager or sdpa attention). The context is causal in both, and every copy
-            sees all of it.
+            (`"bidirectional"`, which needs eager or sdpa attention). The context is causal, and every copy sees it
+            whole.
         linear_after_encoder: Whether a learned map (hidden_size x hidden_size, the identity at the start) follows the
             encoder.
         kwargs: fields of [`CompressorConfig`].

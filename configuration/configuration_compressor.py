@@ -40,8 +40,7 @@ _RECORD = {
 
 
 class CompressorConfig(PreTrainedConfig):
-    r"""
-    What every compressor has: a language model that decodes, one that encodes, ratios, chunks and positions.
+    """The fields of every compressor: a language model that decodes, one that encodes, ratios, chunks and positions.
 
     Args:
         decoder_config: Configuration of the language model that reads the slots.
@@ -49,8 +48,7 @@ class CompressorConfig(PreTrainedConfig):
             weights (held once), and adapters make the difference.
         base_model_name_or_path, base_model_revision: Hub repository or folder that the untouched weights come from,
             and its revision.
-        encoder_name_or_path, encoder_revision: Where an encoder with weights of its own comes from, if that is another
-            model than the base.
+        encoder_name_or_path, encoder_revision: That of an encoder with weights of its own, if that is another model.
         encoder_tokenizer: Subfolder of the checkpoint with the tokenizer of contexts. `None`: contexts and texts have
             the same one.
         compression_ratios: Context tokens per slot that the checkpoint is trained for, each at least 1. The first one
@@ -60,35 +58,34 @@ class CompressorConfig(PreTrainedConfig):
         encoder_lora, decoder_lora: LoRA: `rank`, `alpha`, `dropout` and `target_modules` (`"all-linear"` or a list of
             module names). `None`: that side is frozen.
         shared_adapter: Whether the decoder reads with the encoder's adapter, the same weights, which get gradient from
-            both sides. Encoder and decoder are then one model, and `decoder_lora` is `encoder_lora`; another one is an
-            adapter beside it, in a stage that trains that alone.
-        slot_markers: How many learned vectors stand in front of each chunk's slots (`"before"`) and behind them
-            (`"after"`), such as `{"after": 1}` for a separator. They count among the slots, which must be embeddings
-            with contiguous positions.
+            both sides. `decoder_lora` is then `encoder_lora`; another one is an adapter beside it, in a stage that
+            trains that alone.
+        slot_markers: Learned vectors in front of each chunk's slots (`"before"`) and behind them (`"after"`), such as
+            `{"after": 1}` for a separator. They count among the slots, which must be embeddings with contiguous
+            positions.
         embedding_residual: Whether the method adds to the sum of a window's token embeddings over the square root of
             their number: z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), with W = 0 at the
             start. The decoder then learns to read slots soon. No paper has it. Mean pooling's own W takes the place of
             this one.
         trainable_parameters: Regular expressions, searched in parameter names, that replace the method's own trainable
             set.
-        bos_before_text: Whether a text behind slots starts with BOS where the method has no task token. Where it does
-            not, a tokenizer that the compressor is trained with puts none in front of contexts either, and a text
-            without a prompt still starts with BOS.
+        bos_before_text: Whether a text behind slots starts with BOS where the method has no task token. Otherwise a
+            tokenizer that the compressor is trained with puts none in front of contexts either, and a text without a
+            prompt still starts with BOS.
         bos_before_slots: Whether a leading BOS of the text moves in front of the slots.
         slots_after_ids: Token ids behind which the slots stand, where they first occur in the text, such as those that
             open the user's turn of a chat template. A text without them follows the slots.
         task_token_ids: Ids of the method's own special tokens, such as `{"[AE]": 32000}`.
-        prompts: What the checkpoint was trained to read between a memory and its answer, by task; the one of
-            `"question_answering"` holds `{question}`. `None`: the method's usual ones.
+        prompts: Texts between a memory and its answer, by task, as in training; the one of `"question_answering"`
+            holds `{question}`. `None`: the method's usual ones.
         prompt_format: `"plain"`: the prompt follows the memory as it is. `"chat"`: memory and prompt are the user's
             turn of the tokenizer's chat template, and `slots_after_ids` open that turn.
-        context_prefix: Text that stood in front of every document of a question in its training, such as a heading.
+        context_prefix: Text in front of every document of a question in training, such as a heading.
         use_cache: Whether the decoder returns its key/value cache.
-        kwargs:
-            Fields of [`PreTrainedConfig`], and what `save_pretrained` records: `external_weights` (the base models
-            whose weights it leaves out), `parent_model_name_or_path` (the checkpoint that it was fine-tuned from),
-            `measured_chunks` (the most chunks of a document that its scores were measured on; the pipeline warns of
-            longer ones), `code_version` and `config_schema`.
+        kwargs: Fields of [`PreTrainedConfig`], and the records of `save_pretrained`: `external_weights` (the base
+            models whose weights it leaves out), `parent_model_name_or_path` (the checkpoint that it was fine-tuned
+            from), `measured_chunks` (the most chunks of a document that its scores were measured on), `code_version`
+            and `config_schema`.
     """
 
     model_type = "context_compressor"

@@ -12,8 +12,7 @@ GATE, LAST_LAYER = "gate", "last_layer"
 
 
 class ComprExITConfig(CompressorConfig):
-    r"""
-    Explicit information transmission over the frozen hidden states of a language model ("Context Compression via
+    """Explicit information transmission over the frozen hidden states of a language model ("Context Compression via
     Explicit Information Transmission").
 
     Where the paper's equations and its authors' code differ, the defaults are the code's, and `literal_equations` the
@@ -23,15 +22,14 @@ class ComprExITConfig(CompressorConfig):
     weigh the same: `uniform_sender_share=1.0`.
 
     Args:
-        compression_ratios: Section 4.1. With several, one checkpoint serves them all: a window has a receiver for
-            every r tokens.
+        compression_ratios: Section 4.1. With several, a window has a receiver for every r tokens.
         bos_before_slots: The decoder reads BOS, slots, question.
-        token_anchors: What becomes of a token's states across the layers: `"gate"` (equations 4 to 7), `"last_layer"`,
-            the base's last hidden state, or the state of one layer by its number, 0 for the embeddings.
+        token_anchors: `"gate"` (equations 4 to 7), `"last_layer"`, the base's last hidden state, or the state of one
+            layer by its number, 0 for the embeddings.
         gate_size: Width that queries and layers are compared in (Table 7).
         gate_temperature: Temperature of equation 6.
-        slot_aggregation: How anchors become slots: `"transport"` (equations 8 to 12); `"window_attention"`, the mean
-            of r neighbours attends to them, behind one LayerNorm; `"mean"`, their mean.
+        slot_aggregation: `"transport"` (equations 8 to 12); `"window_attention"`, the mean of r neighbours attends to
+            them, behind one LayerNorm; `"mean"`, their mean.
         window_size: Tokens that one transmission plan covers, T in section 3.2.2; rounded down to whole slots.
         metric_size: Width that senders and receivers are compared in (Table 7), likewise of the windowed attention.
         transport_epsilon: Strength of the entropy term in equation 11, in units of the cost.
@@ -39,11 +37,10 @@ class ComprExITConfig(CompressorConfig):
         uniform_sender_share: Share of the senders' mass that all real tokens of a window have alike, 0 to 1; the rest
             is learned. Defaults to 0.05, or 0 with `literal_equations`.
         shuffled_receivers: Whether the receivers of a window, and with them its slots, stand in a fixed mixed-up
-            order: what the order of the context is worth.
+            order.
         literal_equations: The equations as printed: layers 1 to L without the embeddings (4), scores that the width
             does not scale (5), maps without bias (5, 7, 9, 10, 12) or LayerNorm (9, 10, 12), no uniform share (10),
-            slots that the receivers' mass does not divide (12). The map W_l of equation 5 is one for all layers, as
-            its layer embedding and the share of extra parameters tell.
+            slots that the receivers' mass does not divide (12). The map W_l of equation 5 is one for all layers.
         kwargs: fields of [`CompressorConfig`].
     """
 

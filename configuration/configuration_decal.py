@@ -26,31 +26,28 @@ _LEFT_OUT = ("encoder_config", "encoder_lora", "decoder_lora", "bos_before_slots
 
 
 class DeCALConfig(CompressorConfig):
-    r"""
-    DeCAL: a T5 encoder whose input starts with a shorter sequence of latents, which alone come out ("DeCAL Tokenwise
-    Compression").
+    """DeCAL: a T5 encoder whose input starts with a shorter sequence of latents, which alone come out ("DeCAL
+    Tokenwise Compression").
 
-    What the paper compares with is a value of this configuration: the T5 baseline: `compression="none"`; AttnPool:
+    The paper's comparisons are values of this configuration: the T5 baseline: `compression="none"`; AttnPool:
     `compression="attention_pooling"`; CCProxy (section 4.2.3): `latent_placement="appended"`,
     `encoder_attention="causal"` and `latent_pooling=False`; no pooling (Table 5): `latent_pooling=False`. The other
-    ablations are training recipes: compression first introduced in fine-tuning (`from_base`), and autoencoding with
-    text continuation in place of denoising.
+    ablations are training recipes.
 
     Args:
-        decoder_config: The whole encoder-decoder, T5, T5 v1.1 or Flan-T5. Of a `dict`, what is left out is T5 v1.1's,
-            with four times its relative position buckets and maximum distance (section 4.1); a `T5Config`, as
-            `from_base` takes it from the base, stays as it is.
+        decoder_config: The whole encoder-decoder, T5, T5 v1.1 or Flan-T5. A `dict` is completed by T5 v1.1's values,
+            with four times its relative position buckets and maximum distance (section 4.1).
         compression_ratios: C, the context tokens per slot. The paper has a model for each of 2, 4 and 8. Defaults to
             `2`; `1` with `compression="none"`.
-        compression: What makes the slots: `"latents"` in the encoder's input, `"attention_pooling"` over the encoder's
-            output, or `"none"`, in which case the encoder's output leaves as it is, at ratio 1.
+        compression: The source of slots: `"latents"` in the encoder's input, `"attention_pooling"` over the encoder's
+            output, or `"none"`, the encoder's output itself, at ratio 1.
         latent_placement: Whether the latents stand in front of the tokens or are `"appended"` behind them.
         latent_pooling: Whether a latent starts from the mean of its tokens' embeddings beside the learned vector v.
         encoder_attention: `"bidirectional"`, or `"causal"`, which needs appended latents.
-        question_placement: Where a question goes: `"decoder"`, so that one memory serves any question, or `"encoder"`,
-            in front of the context as in the paper, so that a memory answers the question that it was compressed with.
-        kwargs: other fields of [`CompressorConfig`]; adapters, task tokens and position layouts are not among them,
-            since all of T5 trains, and its decoder looks at slots without positions.
+        question_placement: `"decoder"`: one memory serves any question. `"encoder"`: a question stands in front of the
+            context, as in the paper, and the memory answers that one alone.
+        kwargs: other fields of [`CompressorConfig`], without adapters, task tokens and position layouts: all of T5
+            trains, and its decoder looks at slots without positions.
     """
 
     model_type = "decal_compressor"

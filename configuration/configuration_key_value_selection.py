@@ -17,16 +17,13 @@ _LEFT_OUT = (
 
 
 class KeyValueSelectionConfig(CompressorConfig):
-    r"""
-    The base reads the context as it is, and the keys and values of some of its tokens stay. Nothing is trained, so
+    """The base reads the context as it is, and the keys and values of some of its tokens stay. Nothing is trained, so
     that every ratio is allowed.
 
     Args:
-        compression_ratios (`int` or sequence of `int`, defaults to `(2, 4, 8)`):
-            Ratios that are compared where none are given; the first is the default.
-        position_layout (`str`, defaults to `"enhanced"`):
-            `"enhanced"`: keys keep their places in the context, and the text goes on behind it. `"default"`: keys are
-            numbered anew within the memory, and the text goes on behind that.
+        compression_ratios: Ratios that are compared where none are given; the first is the default.
+        position_layout: `"enhanced"`: keys keep their places in the context, and the text goes on behind it.
+            `"default"`: keys are numbered anew within the memory, and the text goes on behind that.
         kwargs: fields of [`CompressorConfig`], without adapters, an encoder of its own, task tokens or chunks.
     """
 

@@ -11,21 +11,18 @@ HEAD_BUDGETS = ("shared", "uniform")
 
 
 class KVZipConfig(KeyValueSelectionConfig):
-    r"""
-    KVzip ([KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction](https://arxiv.org/abs/2505.23416)):
-    the keys and values that the base attends to when it reads the context a second time, as if it repeated it.
+    """KVzip ([KVzip: Query-Agnostic KV Cache Compression with Context
+    Reconstruction](https://arxiv.org/abs/2505.23416)): the keys and values that the base attends to when it reads the
+    context a second time, as if it repeated it.
 
     Args:
-        head_budgets (`str`, defaults to `"shared"`):
-            `"shared"`: all heads of all layers share the places of a memory, so that heads which look far back keep
-            more than others (the paper's non-uniform budgets). `"uniform"`: each head keeps `ceil(n / ratio)`.
-        repeat_size (`int`, defaults to 2048):
-            Tokens that are read again in one pass, the paper's chunk size m. Each pass starts with the last few
-            tokens of the one before it.
-        position_layout (`str`, defaults to `"enhanced"`):
-            See [`KeyValueSelectionConfig`]; `"default"`, which numbers the keys of each head anew, needs
-            `head_budgets="uniform"`.
-        kwargs: fields of [`KeyValueSelectionConfig`] and [`CompressorConfig`].
+        head_budgets: `"shared"`: all heads of all layers share the places of a memory, so that heads which look far
+            back keep more than others (the paper's non-uniform budgets). `"uniform"`: each head keeps `ceil(n /
+            ratio)`.
+        repeat_size: Tokens that are read again in one pass, the paper's chunk size m. Each pass starts with the last
+            few tokens of the one before it.
+        kwargs: fields of [`KeyValueSelectionConfig`] and [`CompressorConfig`]. `position_layout="default"`, which
+            numbers the keys of each head anew, needs `head_budgets="uniform"`.
     """
 
     model_type = "kv_zip_compressor"

@@ -12,26 +12,24 @@ ENCODER_ATTENTIONS = ("bidirectional", "causal")
 
 
 class MeanPoolingConfig(CompressorConfig):
-    r"""
-    Mean pooling of a bidirectional encoder's last hidden states ("Simple Context Compression: Mean-Pooling and
+    """Mean pooling of a bidirectional encoder's last hidden states ("Simple Context Compression: Mean-Pooling and
     Multi-Ratio Training").
 
     The paper's ablations (Table 3) are values of this configuration: fixed decoder: `decoder_lora=None`; fixed
     encoder: `encoder_lora=None`; no encoder: `encoder_type="embeddings"`; without the linear layer:
-    `linear_after_pooling=False`. (Ratio sampling is a value of the training recipe: `ratio_mode: per_sample`.)
+    `linear_after_pooling=False`. Ratio sampling is a value of the training recipe: `ratio_mode: per_sample`.
 
     Args:
         compression_ratios: The ratios of section 5.1.
-        encoder_lora: Table 6. Defaults to rank 16, alpha 16 on all linear maps.
-        decoder_lora: Table 6; encoder and decoder have separate LoRA weights. Defaults to rank 16, alpha 16 on all
-            linear maps.
+        encoder_lora, decoder_lora: Table 6; encoder and decoder have separate LoRA weights. Default to rank 16, alpha
+            16 on all linear maps.
         linear_after_pooling: Whether a learned map W (hidden_size x hidden_size, the identity at the start) follows
             the pooling.
         normed_mlp_size: Width of a perceptron in W's place: RMS norm, linear map, GELU, linear map, without biases. It
             goes with `linear_after_pooling=False`.
         normed_mlp_bias: Whether its linear maps have biases (LCLM's code).
-        encoder_type: What is pooled: the encoder's last hidden states, or `"embeddings"`, the decoder's token
-            embeddings.
+        encoder_type: `"language_model"`: the encoder's last hidden states are pooled; `"embeddings"`: the decoder's
+            token embeddings.
         encoder_attention: Attention inside the encoder, `"bidirectional"` as in section 4.1 or `"causal"`.
         kwargs: fields of [`CompressorConfig`].
     """

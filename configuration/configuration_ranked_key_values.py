@@ -12,25 +12,19 @@ _LEFT_OUT = ("encoder_config", "task_token_ids", "bos_before_slots")
 
 
 class RankedKeyValuesConfig(CompressorConfig):
-    r"""
-    Ranked key/values: a linear scorer in every layer ranks all keys and values of a context, of all layers and heads
-    together, and the first of them are its memory.
+    """Ranked key/values: a linear scorer in every layer ranks all keys and values of a context, of all layers and
+    heads together, and the first of them are its memory.
 
     Args:
-        compression_ratios (`int` or sequence of `int`, defaults to `(4, 8, 2, 16)`):
-            The first is the default.
-        encoder_lora (`dict` or `None`, defaults to rank 8, alpha 16 on all linear maps):
-            The adapter of the one model that reads contexts and answers. `None`: the base stays as it is, and the
-            scorers alone train.
-        opening_ids (sequence of `int`, defaults to `()`):
-            Token ids behind which every chunk of a context is read, such as a chat's up to where a document would
-            stand. They are in no memory: texts bring them, and `slots_after_ids` tell where they end there.
-        repeat_size (`int`, defaults to 2048):
-            In training, tokens that are read again in one pass, to see which keys and values the scorers should have
-            ranked first.
-        position_layout (`str`, defaults to `"enhanced"`):
-            The only one: keys keep their places, and the text goes on behind the context. Of a context that has more
-            tokens than the base has positions, the chunks stand at the same ones, with the text behind them (Parallel
+        compression_ratios: The first is the default.
+        encoder_lora: The adapter of the one model that reads contexts and answers. `None`: the base stays as it is,
+            and the scorers alone train. Defaults to rank 8, alpha 16 on all linear maps.
+        opening_ids: Token ids behind which every chunk of a context is read, such as a chat's up to where a document
+            would stand. They are in no memory: texts bring them, and `slots_after_ids` tell where they end there.
+        repeat_size: In training, tokens that are read again in one pass, to see which keys and values the scorers
+            should have ranked first.
+        position_layout: `"enhanced"`, the only one: keys keep their places, and the text goes on behind the context.
+            The chunks of a context with more tokens than the base has positions stand at the same ones (Parallel
             Context Windows, https://arxiv.org/abs/2212.10947).
         kwargs: fields of [`CompressorConfig`], without an encoder of its own.
     """

@@ -11,24 +11,18 @@ QUESTION_PLACEMENTS = ("decoder", "encoder")
 
 
 class SnapKVConfig(KeyValueSelectionConfig):
-    r"""
-    SnapKV ([LLM Knows What You are Looking for Before Generation](https://arxiv.org/abs/2404.14469)): in each layer
-    and key/value head, the keys and values that the last tokens attend to most.
+    """SnapKV ([SnapKV: LLM Knows What You are Looking for Before Generation](https://arxiv.org/abs/2404.14469)): the
+    keys and values that the last tokens attend to, in each layer and head.
 
     Args:
-        window_size (`int`, defaults to 64):
-            Last tokens that vote, the observation window. Without a question they are the context's own, and stay.
-            The paper needs more places than that: in a memory of `window_size` places or fewer, the window is half of
-            them.
-        kernel_size (`int`, defaults to 5):
-            Neighbouring places whose votes are pooled; an odd number.
-        pooling (`str`, defaults to `"average"`):
-            `"average"` (section 4.2) or `"max"`, as in the authors' settings for LongBench, with `window_size=32` and
-            `kernel_size=7`.
-        question_placement (`str`, defaults to `"decoder"`):
-            `"decoder"`: the context's last tokens vote, and the memory answers any question. `"encoder"`: the
-            question's last tokens vote, as in the paper, where a question stands at the end of the prompt; all places
-            are the context's, and the memory answers this question alone.
+        window_size: L_obs, last tokens whose attention votes, and which stay themselves. The paper needs more places
+            than that: in a memory of `window_size` places or fewer, the window is half of them.
+        kernel_size: Neighbouring places whose votes are pooled; an odd number.
+        pooling: `"average"` (section 4.2) or `"max"`, as in the authors' settings for LongBench, with `window_size=32`
+            and `kernel_size=7`.
+        question_placement: `"decoder"`: the context's last tokens vote, and the memory answers any question.
+            `"encoder"`: the question's last tokens vote, as in the paper; all places are the context's, and the memory
+            answers this question alone.
         kwargs: fields of [`KeyValueSelectionConfig`] and [`CompressorConfig`].
     """
 

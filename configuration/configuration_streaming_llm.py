@@ -8,16 +8,13 @@ from .field_checks import int_between
 
 
 class StreamingLLMConfig(KeyValueSelectionConfig):
-    r"""
-    StreamingLLM ([Efficient Streaming Language Models with Attention Sinks](https://arxiv.org/abs/2309.17453)): the
+    """StreamingLLM ([Efficient Streaming Language Models with Attention Sinks](https://arxiv.org/abs/2309.17453)): the
     keys and values of a context's first tokens, the attention sinks, and of its latest ones.
 
     Args:
-        num_sinks (`int`, defaults to 4):
-            First tokens that stay (section 3.2). Of a memory of no more places they are all but one: the latest token
-            always stays.
-        position_layout (`str`, defaults to `"default"`):
-            Positions within the cache, as in section 3.2; `"enhanced"`: those of the context.
+        num_sinks: First tokens that stay (section 3.2); of a memory of no more places all but the latest token's.
+        position_layout: `"default"`: positions within the cache, as in section 3.2; `"enhanced"`: those of the
+            context.
         kwargs: fields of [`KeyValueSelectionConfig`] and [`CompressorConfig`].
     """
 

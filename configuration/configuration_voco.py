@@ -10,21 +10,18 @@ from .field_checks import check_left_out, language_model_config, lora_or, positi
 
 
 class VoCoConfig(CompressorConfig):
-    r"""
-    VoCo-LLaMA: copies of one learned token behind a context, whose keys and values of every layer are all that the
-    same weights read of it. The context is text, or the image tokens of a vision-language model (then with text around
-    them).
+    """VoCo-LLaMA: copies of one learned token behind a context, whose keys and values of every layer are all that the
+    same weights read of it. The context is text, or the image tokens of a vision-language model.
 
     Args:
         decoder_config: Configuration of the base. That of a vision-language model whose image tokens stand in its
             text, such as LLaVA or SmolVLM, is kept in `vision_language_config`, and its language model's here.
         compression_ratios: Context tokens per VoCo token.
         num_voco_tokens: VoCo tokens of every context (of each of its chunks), however long it is, as in the paper,
-            which has 1 to 128 of them for an image of 576 tokens; the ratio is then but a name. `None`: ceil(n / r).
+            which has 1 to 128 for an image of 576 tokens; the ratio is then but a name. `None`: ceil(n / r).
         encoder_lora: Adapters of the one model that compresses and reads. `None` where the whole model trains, as in
             the paper; `trainable_parameters` then says so. Defaults to rank 16, alpha 16 on all linear maps.
-        bos_before_text: BOS and a system prompt belong to the context; what comes behind the VoCo tokens sees them no
-            more.
+        bos_before_text: BOS and a system prompt belong to the context.
         vision_language_config: Configuration of the vision-language model. `None`: contexts are text.
         kwargs: fields of [`CompressorConfig`], without an encoder of its own.
     """

@@ -17,26 +17,23 @@ _POSITIONS_BEHIND_PAD = (
 
 
 class XRAGConfig(CompressorConfig):
-    r"""
-    A retriever's embedding of each passage as one slot ("xRAG: Extreme Context Compression for Retrieval-augmented
+    """A retriever's embedding of each passage as one slot ("xRAG: Extreme Context Compression for Retrieval-augmented
     Generation with One Token").
 
-    The ratio is the length of a passage: at ratio r the context is cut into passages of r of the encoder's tokens, the
-    last one as long as it comes out, and each is one slot, so that a context has ceil(n / r), as in every method. The
-    paper has 180. Shorter passages are more slots, each read by itself.
+    The ratio is the length of a passage: at ratio r the context is cut into passages of r of the encoder's tokens, and
+    each is one slot. The paper has 180.
 
     Args:
         compression_ratios: Tokens of a passage. With `passage_start_ids` and `passage_end_ids` around them they have
             to fit into the encoder's positions.
         encoder_config: Configuration of the sentence encoder or retriever; the paper's is SFR-Embedding-Mistral.
             `None`: the base's own states.
-        passage_readout: What the embedding of a passage is, as the encoder was trained: the state of its last token
-            (SFR-Embedding-Mistral), of the first one (BGE), or the `"mean"` over all (all-MiniLM), those around the
-            passage included.
+        passage_readout: The embedding of a passage, as the encoder was trained: the state of its last token
+            (SFR-Embedding-Mistral), of the first one (BGE), or the `"mean"` over all (all-MiniLM).
         normalize_embeddings: Whether embeddings have length 1 in front of the perceptron. The authors' code leaves
             them as they are.
-        passage_start_ids, passage_end_ids: What the encoder reads around each passage, such as [CLS] and [SEP].
-            `from_base` takes them from the encoder's tokenizer, which then puts nothing around a text itself.
+        passage_start_ids, passage_end_ids: Tokens around each passage, such as [CLS] and [SEP]; `from_base` takes them
+            from the encoder's tokenizer, which then puts nothing around a text itself.
         encoder_lora: `None`: the encoder is frozen, as in the paper, where the perceptron alone trains.
         kwargs: fields of [`CompressorConfig`].
     """

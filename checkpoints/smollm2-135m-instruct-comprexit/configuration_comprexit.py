@@ -6,7 +6,6 @@ from __future__ import annotations
 import difflib
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, CONFIG_MAPPING, PreTrainedConfig
@@ -14,72 +13,9 @@ from transformers import AutoConfig, CONFIG_MAPPING, PreTrainedConfig
 
 # configuration/layer_shape.py
 
-# Families whose feed-forward part has no gate.
-_UNGATED = ("bert", "roberta", "xlm-roberta", "mpnet", "gpt_neox", "opt")
-
-
 def max_positions(config: PreTrainedConfig) -> int | None:
     """The most positions of a language model; `None` where its configuration names no limit."""
     return getattr(config, "max_position_embeddings", None)
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """Sizes of a transformer layer that its operations depend on."""
-
-    hidden_size: int
-    head_dim: int
-    num_heads: int
-    num_key_value_heads: int
-    intermediate_size: int
-    is_gated: bool = True
-
-    @classmethod
-    def from_config(cls, config: PreTrainedConfig) -> LayerShape:
-        """The layer of a language model's configuration."""
-        if config.model_type == "t5":
-            heads = config.num_heads
-            return cls(config.d_model, config.d_kv, heads, heads, config.d_ff, config.is_gated_act)
-        if config.model_type == "gpt2":
-            width, heads = config.hidden_size, config.num_attention_heads
-            return cls(width, width // heads, heads, heads, config.n_inner or 4 * width, is_gated=False)
-        names = ("hidden_size", "num_attention_heads", "intermediate_size")
-        if missing := [name for name in names if getattr(config, name, None) is None]:
-            raise ValueError(f"a configuration of type {config.model_type!r} has no {', '.join(missing)}")
-        heads = config.num_attention_heads
-        return cls(
-            config.hidden_size,
-            getattr(config, "head_dim", None) or config.hidden_size // heads,
-            heads,
-            getattr(config, "num_key_value_heads", None) or heads,
-            config.intermediate_size,
-            config.model_type not in _UNGATED,
-        )
-
-    def parts(self, length: int, num_past: int = 0) -> dict[str, int]:
-        """Operations of the layer by part."""
-        hidden, d, heads = self.hidden_size, self.head_dim, self.num_heads
-        num_keys = num_past + length
-        return {
-            "qkv": 2 * length * hidden * d * heads + 2 * 2 * length * hidden * d * self.num_key_value_heads,
-            "qk": 2 * heads * length * num_keys * d,
-            "softmax": heads * length * num_keys,
-            "av": 2 * heads * length * num_keys * d,
-            "out": 2 * length * d * heads * hidden,
-            "up": 2 * length * hidden * (2 if self.is_gated else 1) * self.intermediate_size,
-            "down": 2 * length * hidden * self.intermediate_size,
-        }
-
-    def flops(self, length: int, num_past: int = 0) -> int:
-        """Operations of the whole layer; arguments as `parts`."""
-        return sum(self.parts(length, num_past).values())
-
-    def cross_attention_flops(self, length: int, num_states: int, new_states: bool) -> int:
-        """Operations of cross-attention by equation 9, with the keys and values of an encoder's output."""
-        projection = 2 * self.hidden_size * self.head_dim * self.num_heads
-        keys_and_values = 2 * num_states * projection if new_states else 0
-        scores = self.num_heads * length * num_states * (2 * self.head_dim + 1 + 2 * self.head_dim)
-        return keys_and_values + 2 * length * projection + scores
 
 
 def linear_flops(num_vectors: int, in_features: int, out_features: int) -> int:
@@ -229,8 +165,7 @@ _RECORD = {
 
 
 class CompressorConfig(PreTrainedConfig):
-    r"""
-    What every compressor has: a language model that decodes, one that encodes, ratios, chunks and positions."""
+    """The fields of every compressor: a language model that decodes, one that encodes, ratios, chunks and positions."""
 
     model_type = "context_compressor"
     sub_configs = {"decoder_config": AutoConfig, "encoder_config": AutoConfig}
@@ -569,8 +504,7 @@ GATE, LAST_LAYER = "gate", "last_layer"
 
 
 class ComprExITConfig(CompressorConfig):
-    r"""
-    Explicit information transmission over the frozen hidden states of a language model ("Context Compression via
+    """Explicit information transmission over the frozen hidden states of a language model ("Context Compression via
     Explicit Information Transmission").
 
     Where the paper's equations and its authors' code differ, the defaults are the code's, and `literal_equations` the
@@ -580,15 +514,14 @@ class ComprExITConfig(CompressorConfig):
     weigh the same: `uniform_sender_share=1.0`.
 
     Args:
-        compression_ratios: Section 4.1. With several, one checkpoint serves them all: a window has a receiver for
-            every r tokens.
+        compression_ratios: Section 4.1. With several, a window has a receiver for every r tokens.
         bos_before_slots: The decoder reads BOS, slots, question.
-        token_anchors: What becomes of a token's states across the layers: `"gate"` (equations 4 to 7), `"last_layer"`,
-            the base's last hidden state, or the state of one layer by its number, 0 for the embeddings.
+        token_anchors: `"gate"` (equations 4 to 7), `"last_layer"`, the base's last hidden state, or the state of one
+            layer by its number, 0 for the embeddings.
         gate_size: Width that queries and layers are compared in (Table 7).
         gate_temperature: Temperature of equation 6.
-        slot_aggregation: How anchors become slots: `"transport"` (equations 8 to 12); `"window_attention"`, the mean
-            of r neighbours attends to them, behind one LayerNorm; `"mean"`, their mean.
+        slot_aggregation: `"transport"` (equations 8 to 12); `"window_attention"`, the mean of r neighbours attends to
+            them, behind one LayerNorm; `"mean"`, their mean.
         window_size: Tokens that one transmission plan covers, T in section 3.2.2; rounded down to whole slots.
         metric_size: Width that senders and receivers are compared in (Table 7), likewise of the windowed attention.
         transport_epsilon: Strength of the entropy term in equation 11, in units of the cost.
@@ -596,11 +529,10 @@ class ComprExITConfig(CompressorConfig):
         uniform_sender_share: Share of the senders' mass that all real tokens of a window have alike, 0 to 1; the rest
             is learned. Defaults to 0.05, or 0 with `literal_equations`.
         shuffled_receivers: Whether the receivers of a window, and with them its slots, stand in a fixed mixed-up
-            order: what the order of the context is worth.
+            order.
         literal_equations: The equations as printed: layers 1 to L without the embeddings (4), scores that the width
             does not scale (5), maps without bias (5, 7, 9, 10, 12) or LayerNorm (9, 10, 12), no uniform share (10),
-            slots that the receivers' mass does not divide (12). The map W_l of equation 5 is one for all layers, as
-            its layer embedding and the share of extra parameters tell.
+            slots that the receivers' mass does not divide (12). The map W_l of equation 5 is one for all layers.
         kwargs: fields of [`CompressorConfig`].
     """
 

@@ -65,7 +65,6 @@ from .configuration_ranked_key_values import (
     CODE_VERSION,
     CONFIG_SCHEMA,
     CompressorConfig,
-    LayerShape,
     POSITION_LAYOUTS,
     check_choice,
     max_positions,
@@ -2104,20 +2103,6 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
         _refuse_values(memory, finite)
 
 
-def check_served_form(carrier: str, position_layout: str) -> None:
-    """Raise `ValueError` if a server of the decoder alone cannot read memories of this form; it says why."""
-    if carrier != "embeddings":
-        raise ValueError(
-            "servers take embeddings only, and memories of this kind are keys and values of every layer: their own "
-            "compressor alone can read them"
-        )
-    if position_layout == "enhanced":
-        raise ValueError(
-            "servers number embeddings 0, 1, 2, ..., and under the position layout 'enhanced' slots stand where their "
-            "tokens stood: only contiguous positions can be served"
-        )
-
-
 def _checked_carrier(memory: Any) -> list[Tensor]:
     """The embeddings, or keys and values of all layers, of one shape and with the scales and frequencies they need."""
     name, dims = memory.carrier, 3 if memory.key_values is None else 4
@@ -2898,15 +2883,6 @@ class CompressedContext:
         """Return the rows of several memories as one batch, in order, each with its own slots."""
         return stack_memories(memories)
 
-    def served_slots(self) -> Tensor:
-        """Return the slots of a memory of one row, `(num_slots, hidden_size)`, for a server of the decoder alone."""
-        if self.batch_size != 1:
-            raise ValueError(f"a prompt has one memory, this one has {self.batch_size} rows: choose with `rows`")
-        check_served_form(self.carrier, self.position_layout)
-        memory: Any = self.dequantize() if self.quantization else self
-        memory.validate(finite=True)
-        return memory.embeddings[0, memory.attention_mask[0].bool()]
-
     def _replace(self, fields: dict, function: Callable[[Tensor], Tensor]) -> CompressedContext:
         """A copy with other `fields`, and with `function` applied to everything that has one entry for each row."""
         names = ["attention_mask", "position_ids", "num_context_tokens"]
@@ -3416,8 +3392,9 @@ def _turns_all_layers(config: Any) -> bool:
 
 def key_value_shape(config: Any) -> tuple[int, int, int]:
     """Layers, key/value heads and head dimension of a language model."""
-    shape = LayerShape.from_config(config)
-    return config.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
 
 
 def position_bytes(config: Any, dtype: torch.dtype) -> int:
@@ -4404,12 +4381,6 @@ class CompressorHead(CompressorPreTrainedModel):
         super().__init__(config)
         self.model = self.model_class(config)
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.set_input_embeddings(value)
-
     @property
     def model_id(self) -> str:
         """See [`CompressorBackbone.model_id`]."""
@@ -4505,12 +4476,6 @@ class CompressorModel(CompressorBackbone):
     def encoder_backbone(self) -> PreTrainedModel:
         """The language model that encodes: its own weights, or the decoder's."""
         return self.language_model if self.encoder_model is None else self.encoder_model
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.language_model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.language_model.set_input_embeddings(value)
 
     # --- the encoder ---
 
@@ -4865,12 +4830,6 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         place = next(path for path, module in self.named_modules() if module is table)
         self._tied_weights_keys = {"lm_head.weight": f"{place}.weight"}
         self.post_init()
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Linear) -> None:
-        self.lm_head = value
 
     def base_language_model(self) -> AbstractContextManager[None]:
         """See [`CompressorModel.base_language_model`]."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import difflib
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, CONFIG_MAPPING, PreTrainedConfig
@@ -14,72 +13,9 @@ from transformers import AutoConfig, CONFIG_MAPPING, PreTrainedConfig
 
 # configuration/layer_shape.py
 
-# Families whose feed-forward part has no gate.
-_UNGATED = ("bert", "roberta", "xlm-roberta", "mpnet", "gpt_neox", "opt")
-
-
 def max_positions(config: PreTrainedConfig) -> int | None:
     """The most positions of a language model; `None` where its configuration names no limit."""
     return getattr(config, "max_position_embeddings", None)
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """Sizes of a transformer layer that its operations depend on."""
-
-    hidden_size: int
-    head_dim: int
-    num_heads: int
-    num_key_value_heads: int
-    intermediate_size: int
-    is_gated: bool = True
-
-    @classmethod
-    def from_config(cls, config: PreTrainedConfig) -> LayerShape:
-        """The layer of a language model's configuration."""
-        if config.model_type == "t5":
-            heads = config.num_heads
-            return cls(config.d_model, config.d_kv, heads, heads, config.d_ff, config.is_gated_act)
-        if config.model_type == "gpt2":
-            width, heads = config.hidden_size, config.num_attention_heads
-            return cls(width, width // heads, heads, heads, config.n_inner or 4 * width, is_gated=False)
-        names = ("hidden_size", "num_attention_heads", "intermediate_size")
-        if missing := [name for name in names if getattr(config, name, None) is None]:
-            raise ValueError(f"a configuration of type {config.model_type!r} has no {', '.join(missing)}")
-        heads = config.num_attention_heads
-        return cls(
-            config.hidden_size,
-            getattr(config, "head_dim", None) or config.hidden_size // heads,
-            heads,
-            getattr(config, "num_key_value_heads", None) or heads,
-            config.intermediate_size,
-            config.model_type not in _UNGATED,
-        )
-
-    def parts(self, length: int, num_past: int = 0) -> dict[str, int]:
-        """Operations of the layer by part."""
-        hidden, d, heads = self.hidden_size, self.head_dim, self.num_heads
-        num_keys = num_past + length
-        return {
-            "qkv": 2 * length * hidden * d * heads + 2 * 2 * length * hidden * d * self.num_key_value_heads,
-            "qk": 2 * heads * length * num_keys * d,
-            "softmax": heads * length * num_keys,
-            "av": 2 * heads * length * num_keys * d,
-            "out": 2 * length * d * heads * hidden,
-            "up": 2 * length * hidden * (2 if self.is_gated else 1) * self.intermediate_size,
-            "down": 2 * length * hidden * self.intermediate_size,
-        }
-
-    def flops(self, length: int, num_past: int = 0) -> int:
-        """Operations of the whole layer; arguments as `parts`."""
-        return sum(self.parts(length, num_past).values())
-
-    def cross_attention_flops(self, length: int, num_states: int, new_states: bool) -> int:
-        """Operations of cross-attention by equation 9, with the keys and values of an encoder's output."""
-        projection = 2 * self.hidden_size * self.head_dim * self.num_heads
-        keys_and_values = 2 * num_states * projection if new_states else 0
-        scores = self.num_heads * length * num_states * (2 * self.head_dim + 1 + 2 * self.head_dim)
-        return keys_and_values + 2 * length * projection + scores
 
 
 # configuration/nearest_names.py
@@ -236,8 +172,7 @@ _RECORD = {
 
 
 class CompressorConfig(PreTrainedConfig):
-    r"""
-    What every compressor has: a language model that decodes, one that encodes, ratios, chunks and positions."""
+    """The fields of every compressor: a language model that decodes, one that encodes, ratios, chunks and positions."""
 
     model_type = "context_compressor"
     sub_configs = {"decoder_config": AutoConfig, "encoder_config": AutoConfig}
@@ -576,25 +511,19 @@ _LEFT_OUT = ("encoder_config", "task_token_ids", "bos_before_slots")
 
 
 class RankedKeyValuesConfig(CompressorConfig):
-    r"""
-    Ranked key/values: a linear scorer in every layer ranks all keys and values of a context, of all layers and heads
-    together, and the first of them are its memory.
+    """Ranked key/values: a linear scorer in every layer ranks all keys and values of a context, of all layers and
+    heads together, and the first of them are its memory.
 
     Args:
-        compression_ratios (`int` or sequence of `int`, defaults to `(4, 8, 2, 16)`):
-            The first is the default.
-        encoder_lora (`dict` or `None`, defaults to rank 8, alpha 16 on all linear maps):
-            The adapter of the one model that reads contexts and answers. `None`: the base stays as it is, and the
-            scorers alone train.
-        opening_ids (sequence of `int`, defaults to `()`):
-            Token ids behind which every chunk of a context is read, such as a chat's up to where a document would
-            stand. They are in no memory: texts bring them, and `slots_after_ids` tell where they end there.
-        repeat_size (`int`, defaults to 2048):
-            In training, tokens that are read again in one pass, to see which keys and values the scorers should have
-            ranked first.
-        position_layout (`str`, defaults to `"enhanced"`):
-            The only one: keys keep their places, and the text goes on behind the context. Of a context that has more
-            tokens than the base has positions, the chunks stand at the same ones, with the text behind them (Parallel
+        compression_ratios: The first is the default.
+        encoder_lora: The adapter of the one model that reads contexts and answers. `None`: the base stays as it is,
+            and the scorers alone train. Defaults to rank 8, alpha 16 on all linear maps.
+        opening_ids: Token ids behind which every chunk of a context is read, such as a chat's up to where a document
+            would stand. They are in no memory: texts bring them, and `slots_after_ids` tell where they end there.
+        repeat_size: In training, tokens that are read again in one pass, to see which keys and values the scorers
+            should have ranked first.
+        position_layout: `"enhanced"`, the only one: keys keep their places, and the text goes on behind the context.
+            The chunks of a context with more tokens than the base has positions stand at the same ones (Parallel
             Context Windows, https://arxiv.org/abs/2212.10947).
         kwargs: fields of [`CompressorConfig`], without an encoder of its own.
     """

@@ -27,7 +27,6 @@ from .compressor_base import (
     PackedSequence,
     TokenRows,
     check_context_length,
-    check_together,
     cut,
     inverse_frequencies,
     kept_pairs,
@@ -240,17 +239,6 @@ class RankedKeyValuesModel(HeadwiseModel):
             for memory in memories:
                 memory.key_values = _moved(memory.key_values, moves, inverse_frequencies(self.encoder_backbone))
         return memories
-
-    @torch.no_grad()
-    def token_scores(self, input_ids: Tensor) -> Tensor:
-        """Return the scores of (2) of each token, `(batch_size, num_layers * num_heads, num_tokens)`, the higher the
-        sooner kept.
-
-        `input_ids` are texts of one chunk without pads, `(batch_size, num_tokens)`.
-        """
-        rows = self.context_rows(input_ids, None, "input_ids")
-        check_together(rows)
-        return self._scored(self.chunks_of(rows))[1]
 
     def _scored(self, chunks: Chunks) -> tuple[KeyValues, Tensor]:
         """Return (1) and (2), which leave of no layer what its attention reads."""

@@ -34,9 +34,9 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Methods of this package alone: to start from a base, to fit without training, to count operations, to upload a card
 # with the rest, and for analyses, cards and servers.
 _LEFT_OUT = {
-    *("from_base", "link_base", "load_base_weights", "take_base", "fit_scorers", "kept_tokens"),
+    *("from_base", "link_base", "load_base_weights", "take_base", "fit_scorers", "kept_tokens", "token_scores"),
     *("chunk_flops", "compression_flops", "push_to_hub", "card_rows"),
-    *("decoder_language_model", "prompt_embeds", "to_prompt_embeds"),
+    *("decoder_language_model", "prompt_embeds", "to_prompt_embeds", "served_slots"),
 }
 # A checkpoint's code copies itself.
 _THIS_FILE = Path(__file__).resolve()

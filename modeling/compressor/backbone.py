@@ -309,12 +309,6 @@ class CompressorHead(CompressorPreTrainedModel):
         super().__init__(config)
         self.model = self.model_class(config)
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.set_input_embeddings(value)
-
     @property
     def model_id(self) -> str:
         """See [`CompressorBackbone.model_id`]."""

@@ -52,12 +52,6 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         self._tied_weights_keys = {"lm_head.weight": f"{place}.weight"}
         self.post_init()
 
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Linear) -> None:
-        self.lm_head = value
-
     def base_language_model(self) -> AbstractContextManager[None]:
         """See [`CompressorModel.base_language_model`]."""
         return self.model.base_language_model()

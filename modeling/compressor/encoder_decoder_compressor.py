@@ -57,12 +57,6 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
     decoder: PreTrainedModel
     lm_head: nn.Linear
 
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Linear) -> None:
-        self.lm_head = value
-
     def get_encoder(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Return the encoder alone, which is what `AutoModel` loads."""
         return self.model

@@ -135,12 +135,6 @@ class CompressorModel(CompressorBackbone):
         """The language model that encodes: its own weights, or the decoder's."""
         return self.language_model if self.encoder_model is None else self.encoder_model
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.language_model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.language_model.set_input_embeddings(value)
-
     # --- the encoder ---
 
     def encoder_lora_exclusions(self) -> list[str]:

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...configuration.layer_shape import LayerShape
 from ..parts.packing import take_places
 from .compressed_context import CompressedContext, KeyValues
 
@@ -180,8 +179,9 @@ def _turns_all_layers(config: Any) -> bool:
 
 def key_value_shape(config: Any) -> tuple[int, int, int]:
     """Layers, key/value heads and head dimension of a language model."""
-    shape = LayerShape.from_config(config)
-    return config.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
 
 
 def position_bytes(config: Any, dtype: torch.dtype) -> int:

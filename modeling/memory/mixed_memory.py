@@ -11,25 +11,22 @@ from .memory_validation import is_memory
 
 
 def mixed_memory(memories: Sequence[CompressedContext], asked: Collection[int], num_slots: int) -> CompressedContext:
-    """One memory of a document's blocks for a question: those that it asks for fine, the others coarse.
+    """Join a document's blocks into one memory for a question: the blocks that it asks for fine, the others coarse.
 
     The blocks were compressed once, without any question, at several ratios. Those that a question asks for are taken
     from the finest memory that leaves the others room in some memory, and the others from the finest with which all
     fit.
 
     Args:
-        memories: of the same blocks at each ratio, one row for each block, such as
-            `pipe.compress(blocks, ratio=[2, 8, 32])` returns, or `at_ratio` of one that holds all of them.
+        memories: of the same blocks at each ratio, one row for each block, such as `pipe.compress(blocks, ratio=[2, 8,
+            32])` returns, or `at_ratio` of one that holds all of them.
         asked: rows of the blocks to read fine, such as BM25 finds; without any, all blocks are read alike.
         num_slots: most slots of the mixed memory.
 
-    Returns:
-        A memory of one row, the blocks in their order; see `CompressedContext.concatenate`.
-
     Raises:
         TypeError: a single memory, or something else.
-        ValueError: no memory, memories of unlike numbers of rows or that cannot be joined, a row that there is not, or
-            fewer slots than the coarsest memory has.
+        ValueError: no memory, memories of unlike numbers of rows or that cannot be joined, an unknown row, or fewer
+            slots than the coarsest memory has.
     """
     # A memory gives its rows to whoever goes through it.
     if is_memory(memories) or not all(map(is_memory, memories)):
