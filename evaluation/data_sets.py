@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data sets of an evaluation, from the sources that name them."""
 
-# ruff: noqa: SIM905 (word lists read better as text)
-
 from __future__ import annotations
 
 import json
@@ -22,6 +20,7 @@ from ..data.columns import column_of, is_list
 from ..data.rows import PassageText, distinct_texts, read_rows
 from ..data.sources import COLUMNS, DataSource, parse_sources
 from ..data.synthetic_documents import KINDS, GeneratedDocument, generate_document, split_of
+from ..data.yaml_text import read_yaml
 from ..modeling.parts.text_ids import encode
 from ..modeling.text_compressor import split_sentences
 from .evaluate import model_label
@@ -37,49 +36,7 @@ RULER = "simonjegou/ruler"
 NEEDLES = "needles"
 NEEDLE_KINDS = ("numbers", "names", "dates")
 
-# Made-up names of the test split of `data.synthetic_documents`, so that no generated training document says them.
-_TOWNS = (
-    "Barocombe Belegrove Beleport Calafield Calagate Coringbourne Delawick Dunerstead Eldenwick Eldihaven Eldthorpe "
-    "Farenhurst Fengate Feniminster Harworth Kelaby Kelehurst Kelenton Kendale Kenelleigh Lorenthorpe Marenstoke "
-    "Moreford Moromere Ormeldale Ormelridge Pelfield Pelgate Quenelmere Quenimouth Radiby Radiridge Silingdale "
-    "Tamahurst Tamenmere Torergrove Valiby Weningwick Winerby Yaromere"
-).split()
-_FIRST_NAMES = (
-    "Agnes Alma Arthur Basil Clara Cora Edgar Edith Elsie Ernest Felix Fergus Flora Gilbert Greta Harold Hazel Hector "
-    "Hilda Hugo Ida Irene Ivor Lionel Mabel Martha Miles Nora Oscar Owen Ralph Rosa Ruth Sidney Silas Stella Una Vera "
-    "Walter Winifred"
-).split()
-_LAST_NAMES = (
-    "Beloaster Bramelkin Brennell Calakirk Daringric Daroshaw Dunercroft Farafell Fenefell Fenerook Garenbury "
-    "Garerwell Glenelquist Halestone Holisman Kelelwell Lorestone Loringfell Loroquist Maringwald Marisric Melogard "
-    "Morisbright Quenandick Quenomore Seliden Silingrook Tamemore Tamewell Torelshaw Toriscroft Verenbury Verequist "
-    "Weninglow Windyke Winwell Yarowright"
-).split()
-_MONTHS = "January February March April May June July August September October November December".split()
-# Sentence and question, with {t} for the town and {v} for the answer.
-_FACTS = {
-    "numbers": (
-        ("The bell of the church in {t} weighs {v} kilograms.", "How many kilograms does the bell in {t} weigh?"),
-        ("The mill of {t} ground {v} sacks of flour that year.", "How many sacks of flour did the mill of {t} grind?"),
-        ("The library of {t} owns {v} books.", "How many books does the library of {t} own?"),
-        ("The key to the archive of {t} lies in box {v}.", "In which box does the key to the archive of {t} lie?"),
-        ("The new roof of the school in {t} cost {v} pounds.", "How many pounds did the new roof in {t} cost?"),
-    ),
-    "names": (
-        ("The lighthouse at {t} is kept by {v}.", "Who keeps the lighthouse at {t}?"),
-        ("The mayor of {t} is {v}.", "Who is the mayor of {t}?"),
-        ("The bridge at {t} was designed by {v}.", "Who designed the bridge at {t}?"),
-        ("The only pharmacy in {t} belongs to {v}.", "To whom does the only pharmacy in {t} belong?"),
-        ("The choir of {t} is led by {v}.", "Who leads the choir of {t}?"),
-    ),
-    "dates": (
-        ("The market hall of {t} was opened on {v}.", "When was the market hall of {t} opened?"),
-        ("The first train reached {t} on {v}.", "When did the first train reach {t}?"),
-        ("The old town hall of {t} burned down on {v}.", "When did the old town hall of {t} burn down?"),
-        ("The peace of {t} was signed on {v}.", "When was the peace of {t} signed?"),
-        ("The observatory at {t} was finished on {v}.", "When was the observatory at {t} finished?"),
-    ),
-}
+_WORDS: dict[str, Any] = read_yaml(Path(__file__).with_name("needles.yaml"))
 
 
 def load_datasets(
@@ -256,17 +213,21 @@ class Needle(NamedTuple):
 
 def draw_needle(kind: str, rng: random.Random) -> Needle:
     """Draw a fact of one of `NEEDLE_KINDS`."""
-    sentence, question = rng.choice(_FACTS[kind])
-    town = rng.choice(_TOWNS)
+
+    def word(name: str) -> str:
+        return rng.choice(_WORDS[name].split())
+
+    sentence, question = rng.choice(_WORDS["facts"][kind])
+    town = word("towns")
     if kind == "numbers":
         number = rng.randrange(1000, 100_000)
         while split_of(str(number)) != "test":
             number = rng.randrange(1000, 100_000)
         answers: tuple[str, ...] = (str(number),)
     elif kind == "names":
-        answers = (f"{rng.choice(_FIRST_NAMES)} {rng.choice(_LAST_NAMES)}",)
+        answers = (f"{word('first_names')} {word('last_names')}",)
     else:
-        day, month, year = rng.randint(1, 28), rng.choice(_MONTHS), rng.randint(1801, 1999)
+        day, month, year = rng.randint(1, 28), word("months"), rng.randint(1801, 1999)
         answers = (f"{day} {month} {year}", f"{month} {day}, {year}")
     return Needle(town, sentence.format(t=town, v=answers[0]), question.format(t=town), answers)
 

@@ -95,10 +95,6 @@ class EvaluationRow:
     seconds: dict[str, float] = field(default_factory=dict)
     differences: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """The row as JSON holds it: undefined scores are `None`, infinite ones texts."""
-        return plain_json(asdict(self))
-
     @property
     def main_metric(self) -> str:
         """The metric that differences and retention are of."""

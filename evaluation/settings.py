@@ -25,16 +25,13 @@ class EvaluationSettings:
     Args:
         tasks: what to ask of every data set whose columns allow it.
         ratios: compression ratios; all of the checkpoint's when `None`.
-        memory_dtype: round memories to "bfloat16" or "float16", or to "int8", "int4" or "int2", see
-            `CompressedContext.quantize`, before they are read; they stay as the compressor makes them when `None`.
-        max_samples: samples per data set and task, drawn by the seed; all when `None`. A data set's own number goes
-            first.
+        memory_dtype: round memories to one of `MEMORY_DTYPES`, see `CompressedContext.quantize`, before they are read.
+        max_samples: samples per data set and task, drawn by the seed, unless a data set has its own number.
         batch_size: samples per batch.
         seed: draws samples, windows of text, generated documents and bootstrap resamples.
-        alternatives: what is scored beside every ratio at as many decoder positions, read by the model of the bounds:
-            "cut", the beginning of the context; "bm25", the sentences that BM25 picks by the question;
-            "self_information", the tokens that the base, adapters off, expects least where they stand; and
-            "keep_drop", the words that `text_compressor` keeps; "keep_drop_aware", those it keeps for the question.
+        alternatives: texts at as many decoder positions as a ratio's slots, read by the model of the bounds: "cut",
+            the beginning; "bm25", sentences that BM25 picks by the question; "self_information", the tokens that the
+            base expects least; "keep_drop", words that `text_compressor` keeps, "keep_drop_aware" for the question.
         text_compressor: folder or Hub id of a [`TextCompressor`].
         num_resamples: bootstrap resamples behind the intervals.
         max_new_tokens: most tokens of an answer or summary, per task.
@@ -42,33 +39,28 @@ class EvaluationSettings:
         continuation_tokens: length of what follows such a window in continuation.
         reconstruction_bleu: also write reconstructions greedily and score them: BLEU, ROUGE, prefix exact match, and
             the perplexity of what was recovered (GMSA, Figure 4 and Table 10).
-        restoration_lengths: reconstruct windows of exactly so many tokens, each length as a data set of its own, in
-            place of `context_tokens` (GMSA: 128, 256 and 512).
+        restoration_lengths: reconstruct windows of these lengths, each as a data set (GMSA: 128, 256 and 512).
         bert_score_model: folder of a scorer model; everything that is written gets a BERTScore, too.
         answer_perplexity: also score a question's first answer token by token.
-        repetition_penalty: penalty on tokens that were already written, those of the prompt apart; 1.3 in the code of
-            GMSA's authors, none when `None`.
-        generation: what else everything is written with, fields of `transformers.GenerationConfig` such as
-            `{"cache_implementation": "static"}`; greedily where they do not say.
-        prompts: name or file of the prompts, or one for each task; when `None` those that the checkpoint was trained
-            with, or else "memory_tokens" for a compressor with task tokens and the packaged ones for other models.
+        repetition_penalty: penalty on tokens already written, those of the prompt apart; 1.3 in the code of GMSA's
+            authors.
+        generation: further fields of `transformers.GenerationConfig`, such as `{"cache_implementation": "static"}`.
+        prompts: name or file of the prompts, or one for each task; those of the checkpoint's training when `None`.
         prompt_format: of a plain language model, "plain" or "chat"; a compressor's is its checkpoint's.
-        context_prefix: text in front of the contexts of questions and summaries, such as a heading; part of them. The
-            checkpoint's own when empty.
+        context_prefix: text in front of the contexts of questions and summaries; the checkpoint's own when empty.
         zero_shot: also score the base language model, adapters off, with full context and without.
-        bounds_only: score a compressor without context and with full context only, such as a prompt-tuned bound, whose
+        bounds_only: score a compressor without and with full context only, such as a prompt-tuned bound, whose
             learned tokens `context_prefix` names.
         ratios_only: leave the two bounds out, as between checkpoints whose bounds are the same.
-        task_tokens_in_bounds: in the two bounds, too, a text starts with the compressor's own task token, as in EPL's
-            FullContext and NoContext, where only these tokens train.
-        max_context_tokens: most tokens of a context, prefix included; as many as the model has positions for when
-            `None`; of a document of retrieval, 512.
+        task_tokens_in_bounds: the compressor's task token starts the texts of the bounds, too (EPL's FullContext and
+            NoContext).
+        max_context_tokens: most tokens of a context, prefix included; the model's positions when `None`; of a document
+            of retrieval, 512.
         max_query_tokens: most tokens of a query of retrieval.
-        leave_out_long: leave out questions and summaries whose contexts have more than `max_context_tokens` before
-            samples are drawn, and count them, as in mean pooling's Table 2.
+        leave_out_long: leave out and count contexts of more than `max_context_tokens` (mean pooling's Table 2).
         truncate_context: cut contexts that do not fit, and count them, instead of raising.
-        truncation_side: side that contexts of questions and summaries are cut on, "right" or "left". A reconstruction
-            is always cut on the right, a continuation on the left.
+        truncation_side: "right" or "left", of questions and summaries; reconstructions are cut on the right,
+            continuations on the left.
         allow_untrained_ratio: also compress at ratios that the checkpoint was not trained for.
         allow_trained_documents: also score documents that trained a model or chose it; the report says so.
     """

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -170,17 +169,11 @@ def changed_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreT
 
     A mapping for a model's configuration in it, such as `decoder_config`, changes fields of that one.
     """
-    kinds: Any = type(config).__mro__[:-1]
-    own = [inspect.signature(base.__init__).parameters for base in kinds]
     fields = config.to_dict()
-    known = {name for parameters in own for name in parameters if name in fields}
     for name, value in changes.items():
-        check_choice(f"field of {type(config).__name__}:", name, sorted(known))
-        if name in config.sub_configs and isinstance(value, Mapping):
-            for field in value:
-                check_choice(f"field of {name}:", field, sorted(fields[name]))
-            value = {**fields[name], **value}
-        fields[name] = value
+        check_choice(f"field of {type(config).__name__}:", name, sorted(fields))
+        is_nested = name in config.sub_configs and isinstance(value, Mapping)
+        fields[name] = {**fields[name], **value} if is_nested else value
     changed = type(config).from_dict(fields)
     changed.name_or_path = config.name_or_path
     return changed

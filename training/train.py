@@ -89,8 +89,6 @@ class LogAnswersCallback(TrainerCallback):
         rows: Mappings with `context`, `question` and `answers` (a list of texts): few, and none that is trained on.
         tokenizer: That of the compressor.
         steps: Training steps from one asking to the next.
-        ratio: Context tokens per slot; the model's default if not given.
-        max_new_tokens: The longest answer in tokens.
     """
 
     def __init__(
@@ -98,11 +96,8 @@ class LogAnswersCallback(TrainerCallback):
         rows: Sequence[Mapping[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
         steps: int,
-        ratio: int | None = None,
-        max_new_tokens: int = 32,
     ):
         self.rows, self.tokenizer, self.steps = list(rows), tokenizer, steps
-        self.ratio, self.max_new_tokens = ratio, max_new_tokens
 
     def answers(self, model: Any) -> list[str]:
         """Return what a compressor answers now, row by row; it comes back in the mode that it was in."""
@@ -110,9 +105,10 @@ class LogAnswersCallback(TrainerCallback):
         model.eval()
         try:
             pipe = model.question_answering(self.tokenizer)
-            settings = {"ratio": self.ratio, "max_new_tokens": self.max_new_tokens}
             # A list of passages is one document.
-            return [pipe(row["question"], context=[row["context"]], **settings)[0]["answer"] for row in self.rows]
+            return [
+                pipe(row["question"], context=[row["context"]], max_new_tokens=32)[0]["answer"] for row in self.rows
+            ]
         finally:
             model.train(was_training)
 
@@ -165,10 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe = recorded_recipe(argv, arguments)
     args = arguments[2]
     resume = args.resume_from_checkpoint
-    if str(resume).lower() in ("latest", "true"):
+    if resume == "latest":
         resume = latest_checkpoint(args.output_dir)
-    elif str(resume).lower() == "false":
-        resume = None
     if resume is None:
         check_output_dir(args.output_dir, args.overwrite)
     trainer = build_trainer(*arguments)

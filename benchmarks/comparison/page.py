@@ -20,64 +20,6 @@ from context_compressors.reporting.tables import markdown_table
 HERE = Path(__file__).parent
 Row = Mapping[str, Any]
 _KEEPS = {"embeddings": "vectors", "key_values": "KV", "pruned": "KV", "text": "text"}
-_HEAD = """# Comparison of compressors at one budget
-
-All systems compress the same contexts and answer the same questions on SmolLM2-135M-Instruct. One reader, that base
-fine-tuned to answer from the full text, decodes for every system that is not trained. The trained methods start from
-the reader and see the same examples in the same order. `page.py` writes this page from `comparison.json`.
-"""
-_HOW = r"""
-## Run it
-
-```bash
-export OMP_NUM_THREADS=1
-timeout 2h python -m benchmarks.comparison.run --data DATA --reader READER --environments ENVIRONMENTS \
-    --encoder ENCODER --output OUT -n 2
-python -m benchmarks.comparison.run --data DATA --reader READER --environments ENVIRONMENTS --encoder ENCODER \
-    --output OUT --times
-python -m benchmarks.comparison.page OUT/page/comparison.json
-```
-
-The first command trains and asks, two systems side by side, and resumes where it was stopped. The second one measures
-seconds. The third one writes this page. `systems.yaml` lists the systems, the budget and the compared pairs.
-Systems that `comparison.json` already has are skipped unless `--again` is given. `--size full` asks more questions
-and trains on a million tokens. `--seeds 1 2 3` repeats each training. `--rounds 1 2` adds ablations.
-
-`READER` is a checkpoint whose adapter reads full texts, such as
-`checkpoints/smollm2-135m-instruct-ranked-key-values`. `ENCODER` is the folder of all-MiniLM-L6-v2, which xRAG needs.
-`ENVIRONMENTS` has a virtual environment for each requirements file:
-
-```bash
-python -m venv ENVIRONMENTS/kvpress
-ENVIRONMENTS/kvpress/bin/pip install -r benchmarks/comparison/requirements_kvpress.txt
-python -m venv ENVIRONMENTS/llmlingua
-ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llmlingua.txt
-```
-
-## Conditions
-
-- SQuAD train is split: the first 85,000 rows train, the rest choose the learning rate. The evaluated documents are in
-  neither part.
-- Each trained method has two trials, which differ in the learning rate alone. The better one continues.
-- Every decoder has a LoRA adapter, except xRAG's. xRAG trains a projector alone and is compared with no context.
-- "Fitted" means scorers fitted by least squares to 240 contexts. Nothing else is trained.
-- LLoCO continues AutoCompressor's run with a second budget.
-- Rows in int8, int4 or int2 quantize the memories of the row that they name.
-- "Question seen" systems read the question before they select. They must compress again for the next question.
-- "Keep or drop words" is `checkpoints/minilm-keep-drop`. It answered 30 to 40 questions of each set at 2x and 4x.
-  Its architecture is LLMLingua-2's, whose weights and labels (words that GPT-4 kept) were not available.
-- Stored kB: what later questions need: slots or KV pairs in bfloat16, or UTF-8 text.
-- Cache kB: keys and values in bfloat16 of the positions that stand in for the context when a question is answered. It
-  is computed from the kept positions: heads with unlike numbers of pairs are read without pads, and a vector takes a
-  position. So systems at one ratio have nearly equal caches.
-- Position ids: KV memories and enhanced layouts keep the context's positions, so that a question counts on behind the
-  whole context at every ratio. Other vectors and text are numbered anew.
-- KVzap and Fast KVzip have no row: their published scorers are for other bases. "Ranked key/values, fitted" is
-  KVzap-Linear with KVzip's scores as its targets. [This table](../ranked_key_values/README.md#scorers) compares both
-  forms of KVzap and Fast KVzip's gate with it, all fitted to the same contexts.
-- LLMLingua and LongLLMLingua use the base as their small model, and keep more than they are asked to at 4x and 8x.
-- Intervals are over documents. Each method was trained with one seed.
-"""
 
 
 def write(results: Mapping[str, Any], folder: Path) -> None:
@@ -112,17 +54,18 @@ def _without(content: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """Return the page's text."""
+    """Return the text of `page.txt` with the results in it."""
     table = read_table()
     titles = {name: entry["title"] for group in ("family", "rounded", "peers") for name, entry in table[group].items()}
     ratios = results["settings"]["ratios"]
     means = [row for row in results["rows"] if row["set"] == "mean"]
-    parts = [_HEAD, _settings(results, means, titles)]
+    parts = [_settings(results, means, titles)]
     if means:
         parts += ["\n## Scores\n", _bounds(means, titles), _scores(results, means, table, titles)]
     if unread := _unread(results, titles):
         parts += [f"\n{unread}"]
-    return "\n".join([*parts, "\n## Paired differences\n", differences(results["orderings"], titles, ratios), _HOW])
+    parts += ["\n## Paired differences\n", differences(results["orderings"], titles, ratios)]
+    return (HERE / "page.txt").read_text(encoding="utf-8").replace("{results}", "\n".join(parts))
 
 
 def _settings(results: Mapping[str, Any], means: Sequence[Row], titles: Mapping[str, str]) -> str:

@@ -4,14 +4,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.train import build_trainer
-from context_compressors.training.train import main as train
 
 CHAT = (
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
@@ -90,41 +87,3 @@ def recipe_file(name: str) -> Path:
     import context_compressors.training
 
     return Path(context_compressors.training.__file__).parent / "recipes" / name
-
-
-@pytest.mark.slow
-def test_a_run_is_its_better_trial_gone_on_with_as_if_it_had_not_stopped(
-    script, comparison, chat_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    plan, jobs = script("comparison.plan"), script("comparison.jobs")
-    systems = comparison(tmp_path, "--base", str(chat_base))
-    small, command = tmp_path / "small.yaml", plan.Comparison.training_command
-    toy_fields = {**{name: value for name, value in SMALL.items() if name != "max_steps"}, "logging_steps": 1}
-    small.write_text(yaml.safe_dump(toy_fields))
-    systems.table["budget"]["choosing"] = [{"generated": True, "tasks": ["question_answering"], "weight": 1}]
-    systems.table["choosing_examples"] = 2
-
-    def toy(self, *args, **options):
-        recipes, fields = (found := command(self, *args, **options))[: (first := found.index("--base"))], found[first:]
-        return [*recipes, str(small), *fields, "--max_context_tokens", "96"]
-
-    monkeypatch.setattr(plan.Comparison, "training_command", toy)
-    systems.questions.mkdir()
-    jobs.write_json({"trial_steps": 2, "run": {"steps": 4}}, systems.questions / "budget.json")
-    trials = systems.trials("mean_pooling")
-    for rate in trials:
-        jobs.train_trial(systems, "mean_pooling", 1, rate)
-    folder = systems.run_folder("mean_pooling", 1) / "run"
-    # What a stop leaves of a copy.
-    (folder / "begun").mkdir(parents=True)
-    (folder / "begun" / "trainer_state.json").write_text("{")
-    jobs.train_run(systems, "mean_pooling", 1)
-    losses = {rate: plan.read_json(trials[rate] / "trial.json")["eval_loss"] for rate in trials}
-    rate = min(losses, key=losses.__getitem__)
-    assert len(set(losses.values())) == 2
-    assert plan.summary(folder)["steps"] == 4
-    assert not list(systems.folder.glob("family/**/checkpoint-*"))
-    train(systems.training_command("mean_pooling", 1, rate, tmp_path / "whole"))
-    weights, expected = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "whole"))
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)

@@ -45,20 +45,13 @@ def test_perplexity_bleu_and_retention_of_a_resample_are_those_of_its_rows():
     nll, counts = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0], [2, 7, 1, 8, 2, 8]
     full, none = [90.0, 80.0, 70.0, 60.0, 90.0, 50.0], [10.0, 20.0, 30.0, 10.0, 0.0, 5.0]
     score = [50.0, 40.0, 70.0, 20.0, 60.0, 30.0]
-    said = [
-        "one two three four five",
-        "the cat sat on the mat",
-        "x",
-        "six seven eight nine ten",
-        "a b c d e",
-        "t u v w",
-    ]
+    said = ["one two three four five", "the cat sat on the mat", "x", "six seven eight nine", "a b c d e", "t u v w"]
     wanted = [
         ["one two three four six"],
         ["the cat sat on a mat", "a cat"],
         ["y"],
         ["six seven"],
-        ["a b c d e f"],
+        ["a b c d e"],
         ["t"],
     ]
     found = resampled_scores(

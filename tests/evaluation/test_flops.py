@@ -111,13 +111,11 @@ BERT = BertConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=3, nu
 # Whole windows of ComprExIT, one segment and one chunk: nothing is padded, nothing is read behind a cache.
 SETTINGS = [
     *((method, {}) for method in methods_on(llama())),
-    ("mean_pooling", {"linear_after_pooling": False}),
     ("icae", {"chunk_size": 100, "embedding_residual": True}),
     ("mean_pooling", {"embedding_residual": True}),
     ("mean_pooling", {"linear_after_pooling": False, "normed_mlp_size": 512}),
     ("mean_pooling", {"encoder_config": {"hidden_size": 48, "intermediate_size": 96}}),
     ("compression_tokens", {"token_attention": "bidirectional", "linear_after_encoder": False}),
-    ("icae", {"chunk_size": 100}),
     ("icae", {"chunk_size": 100, "memory_tokens": "fixed"}),
     ("autocompressor", {"chunk_size": 100}),
     ("activation_beacon", {"window_size": 64, "num_sinks": 1}),

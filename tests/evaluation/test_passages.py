@@ -13,7 +13,6 @@ from context_compressors.evaluation.data_sets import load_datasets
 from context_compressors.evaluation.samples import SampleBuilder
 from context_compressors.evaluation.scoring import Condition, Scorer
 from context_compressors.evaluation.settings import EvaluationSettings
-from context_compressors.evaluation.teacher_targets import write_targets
 from context_compressors.modeling.parts.text_ids import context_start_ids
 
 PASSAGES = ["Berth 4 belongs to Nora.", "Bob keeps eleven bees."]
@@ -40,15 +39,3 @@ def test_an_evaluation_compresses_each_passage_alone(source, model, tokenizer):
     rows = [[*context_start_ids(tokenizer), *ids] for ids in sample.passages]
     alone = [model.compress(torch.tensor([row]), ratio=4).embeddings for row in rows]
     torch.testing.assert_close(memory.embeddings, torch.cat(alone, dim=1), atol=1e-5, rtol=1e-5)
-
-
-def test_a_teacher_reads_passages_as_one_text_and_hands_them_on(source, teacher, tokenizer, tmp_path):
-    settings = EvaluationSettings(batch_size=2, max_new_tokens={"question_answering": 4, "summarization": 4})
-    write_targets(teacher, tokenizer, [source], tmp_path / "apart.jsonl", settings=settings, progress=False)
-    row = {"id": "q", "context": "\n\n".join(PASSAGES), "question": "Who keeps bees?"}
-    (tmp_path / "joined.jsonl").write_text(json.dumps(row))
-    joined = DataSource(path=str(tmp_path / "joined.jsonl"))
-    write_targets(teacher, tokenizer, [joined], tmp_path / "one.jsonl", settings=settings, progress=False)
-    apart, one = (json.loads((tmp_path / name).read_text()) for name in ("apart.jsonl", "one.jsonl"))
-    assert apart["context"] == PASSAGES
-    assert apart["answers"] == one["answers"]

@@ -6,7 +6,6 @@ import copy
 import pytest
 from naive_twin import QA, RECONSTRUCTION, ROWS, SUMMARIZATION, run
 
-from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.report import EvaluationReport
 from context_compressors.evaluation.samples import EvaluationDataset
@@ -63,33 +62,6 @@ def test_an_evaluation_goes_on_where_it_stopped(model, tokenizer, tmp_path):
     )
     assert not done.answers
     assert comparable(done) == comparable(whole)
-
-
-def test_more_tasks_and_data_sets_leave_all_documents_in_the_report(model, tokenizer):
-    rows = [{**ROWS[number % 3], "context": f"Text {number} about a mill.", "question": "?"} for number in range(6)]
-    record = TrainingDocuments(trained={document_id(row["context"]) for row in rows[:3]})
-    clean = [{"text": "Nobody has seen this text of some more words."}]
-
-    def evaluate(datasets, task, earlier=None, **options):
-        settings = EvaluationSettings(tasks=(task,), ratios=(4,), max_samples=2, ratios_only=True, **options)
-        return evaluate_model(
-            *(model, tokenizer, datasets, settings),
-            **{"progress": False, "records": {"ours": record}, "resume_from": earlier, "model_name": "ours"},
-        )
-
-    limits = {"max_new_tokens": {QA: 2, SUMMARIZATION: 2}, "allow_trained_documents": True}
-    first = evaluate([EvaluationDataset("tiny", rows)], QA, **limits)
-    ids = set(first.documents["tiny"].split())
-    alone = evaluate([EvaluationDataset("tiny", rows)], RECONSTRUCTION, **limits)
-    both = evaluate([EvaluationDataset("tiny", rows)], RECONSTRUCTION, first, **limits)
-    assert ids != set(alone.documents["tiny"].split())
-    assert set(both.documents["tiny"].split()) == ids | set(alone.documents["tiny"].split())
-    seen = len(record.trained.intersection(both.documents["tiny"].split()))
-    assert both.held_out["ours"]["shared"] == {"tiny": {"trained": seen}}
-    assert both.settings["tasks"] == [QA, RECONSTRUCTION]
-    more = evaluate([EvaluationDataset("clean", clean)], RECONSTRUCTION, both, **limits)
-    assert more.held_out["ours"]["shared"] == {"tiny": {"trained": seen}}
-    assert set(more.documents) == {"tiny", "clean"}
 
 
 def test_another_evaluation_is_not_gone_on_with(model, tokenizer, folders):

@@ -154,3 +154,16 @@ def test_fields_that_do_not_go_together_are_refused(tmp_path, base_folder, field
     fields = {name: str(base_folder) if value == "BASE" else value for name, value in fields.items()}
     with pytest.raises(ValueError, match=message):
         build_trainer(*parse_recipe([write_recipe(tmp_path, **fields)]))
+
+
+@pytest.mark.parametrize("recipe", ["mean_pooling", "ranked_key_values", "reader"])
+def test_what_trains_is_never_what_is_reported_or_chosen_by(recipe, tmp_path):
+    _, data, _ = parse_recipe(
+        ["smollm2/data.yaml", f"smollm2/{recipe}.yaml", "--output_dir", str(tmp_path), "--use_cpu", "true"]
+    )
+    for source in map(DataSource.from_mapping, data.sources):
+        assert source.generated or "_train" in source.path
+        assert source.generated or source.license.split()[0] in ("CC", "CC0", "Apache-2.0")
+        assert source.generated or "NC" not in source.license
+        if source.path == "qa_squad_train.parquet":
+            assert source.rows == [0, 85_000]

@@ -171,16 +171,10 @@ class CompressionCollator:
         if self.opens_context:
             return [[*(example.get("head_ids") or [self.start_token_id]), *example["context_ids"]]]
         is_own = self.encoder_start_ids is not None
-        passages = example.get("encoder_passages" if is_own else "passages")
-        if not passages:
-            return [self._encoder_context(example)]
         start = self.encoder_start_ids or () if is_own else self.context_start_ids
+        context = example["encoder_context_ids" if is_own else "context_ids"]
+        passages = example.get("encoder_passages" if is_own else "passages") or [context]
         return [[*start, *ids] for ids in passages]
-
-    def _encoder_context(self, example: Mapping[str, Any]) -> list[int]:
-        if self.encoder_start_ids is None:
-            return [*self.context_start_ids, *example["context_ids"]]
-        return [*self.encoder_start_ids, *example["encoder_context_ids"]]
 
     def _stored_memory(self, example: Mapping[str, Any], context: Sequence[int]) -> CompressedContext:
         name, documents = example.get("id", ""), example.get("documents", ())
@@ -273,13 +267,10 @@ class Seq2SeqCollator(CompressionCollator):
         self.question_placement, self.context_end_ids = question_placement, list(context_end_ids)
 
     def _encoder_passages(self, example: Mapping[str, Any]) -> list[list[int]]:
-        if not example.get("passages"):
-            return super()._encoder_passages(example)
-        return [[*ids, *self.context_end_ids] for ids in super()._encoder_passages(example)]
-
-    def _encoder_context(self, example: Mapping[str, Any]) -> list[int]:
-        question = example["prompt_ids"] if self.question_placement == "encoder" else []
-        return [*question, *super()._encoder_context(example), *self.context_end_ids]
+        passages = [[*ids, *self.context_end_ids] for ids in super()._encoder_passages(example)]
+        if self.question_placement == "encoder" and not example.get("passages"):
+            return [[*example["prompt_ids"], *passages[0]]]
+        return passages
 
     def _row(self, example: Mapping[str, Any]) -> _Row:
         if self.question_placement == "encoder":

@@ -206,23 +206,3 @@ def test_groups_hold_the_same_examples_in_batches_of_like_length(tokenizer, fold
     assert widths != sorted(widths) or [width(batch) for batch in batches[1][5:]] != sorted(map(width, batches[1][5:]))
     again = make(tokenizer, folder, TEXT, num_examples=44, group_batches=5, batch_size=4)
     assert [again[index] for index in reversed(range(44))] == [grouped[index] for index in range(44)][::-1]
-
-
-@pytest.mark.parametrize(
-    ("sources", "fields", "message"),
-    [
-        ([], {}, "there are no sources: give at least one"),
-        ([GENERATED], {"num_examples": None}, "generated documents never end"),
-        ([TEXT, {**QUESTIONS, "weight": None}], {}, r"give a weight to every source or to none; \['qa.parquet'\]"),
-        ([{**GENERATED, "weight": None}], {}, "give a weight to every source"),
-        ([TEXT], {"prompts": "memory_token"}, "did you mean 'memory_tokens'"),
-        (
-            [TEXT],
-            {"task_schedule": [[0.0, ["summarization"]]]},
-            r"has the tasks \['summarization'\]; those of the sou",
-        ),
-    ],
-)
-def test_wrong_arguments_are_refused(tokenizer, folder, sources, fields, message):
-    with pytest.raises(ValueError, match=message):
-        make(tokenizer, folder, *sources, **fields)[0]

@@ -2,13 +2,10 @@
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
 
 from context_compressors.data.synthetic_documents import generate_document
-from context_compressors.modeling.compressor.chunking import cut
 from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.training.arguments import DataArguments
-from context_compressors.training.objectives.compression_collator import CompressionCollator
 from context_compressors.training.objectives.joint_pretraining import JointDataset
 
 GENERATED = {"generated": True, "tasks": ["reconstruction", "continuation"], "weight": 1}
@@ -54,21 +51,3 @@ def test_a_document_is_cut_in_the_middle(tokenizer, folder, source):
     assert sum(ends) < 5
     assert 40 <= min(lengths) < 60
     assert 100 < max(lengths) <= 120
-
-
-@pytest.mark.parametrize(
-    ("length", "p", "num_chunks"), [(510, 255, 1), (1021, 510, 1), (2040, 1020, 2), (4080, 2040, 4)]
-)
-def test_context_and_completion_split(tokenizer, tmp_path, length, p, num_chunks):
-    """EPL, Appendix C: p = floor(|X| / 2)."""
-    table = pyarrow.table({"text": [" ".join(map(str, range(2000)))]})
-    pyarrow.parquet.write_table(table, tmp_path / "text.parquet")
-    dataset = make(
-        tokenizer, str(tmp_path), TEXT, num_examples=2, min_document_tokens=length, max_document_tokens=length
-    )
-    batch = CompressionCollator.from_tokenizer(tokenizer, mode="joint")([dataset[0]])
-    assert batch["context_input_ids"].shape == (1, p)
-    assert batch["reconstruction_labels"].ne(-100).sum() == p  # without [AE] it starts with BOS; EOS is learned
-    assert batch["continuation_labels"].ne(-100).sum() == length - p  # it was cut there: no EOS
-    chunks = cut(batch["context_input_ids"], torch.ones(1, p, dtype=torch.long), [p], 510, "enhanced")
-    assert chunks.chunks_per_row == num_chunks
