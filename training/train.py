@@ -89,6 +89,8 @@ class LogAnswersCallback(TrainerCallback):
         rows: Mappings with `context`, `question` and `answers` (a list of texts): few, and none that is trained on.
         tokenizer: That of the compressor.
         steps: Training steps from one asking to the next.
+        ratio: Context tokens per slot; the model's default if not given.
+        max_new_tokens: The longest answer in tokens.
     """
 
     def __init__(
@@ -96,8 +98,11 @@ class LogAnswersCallback(TrainerCallback):
         rows: Sequence[Mapping[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
         steps: int,
+        ratio: int | None = None,
+        max_new_tokens: int = 32,
     ):
         self.rows, self.tokenizer, self.steps = list(rows), tokenizer, steps
+        self.settings = {"ratio": ratio, "max_new_tokens": max_new_tokens}
 
     def answers(self, model: Any) -> list[str]:
         """Return what a compressor answers now, row by row; it comes back in the mode that it was in."""
@@ -106,9 +111,7 @@ class LogAnswersCallback(TrainerCallback):
         try:
             pipe = model.question_answering(self.tokenizer)
             # A list of passages is one document.
-            return [
-                pipe(row["question"], context=[row["context"]], max_new_tokens=32)[0]["answer"] for row in self.rows
-            ]
+            return [pipe(row["question"], context=[row["context"]], **self.settings)[0]["answer"] for row in self.rows]
         finally:
             model.train(was_training)
 
