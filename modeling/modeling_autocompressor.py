@@ -38,7 +38,7 @@ class AutoCompressorModel(MemoryTokenModel):
 
     def train(self, mode: bool = True) -> AutoCompressorModel:
         super().train(mode)
-        for layer in lora_layers(self) if self.config.has_frozen_memories else ():
+        for _, layer in lora_layers(self) if self.config.has_frozen_memories else ():
             # The decoder reads with frozen weights as they are.
             if SHARED in layer.lora_dropout:
                 layer.lora_dropout[SHARED].eval()

@@ -374,3 +374,13 @@ class RankedKeyValuesForCausalLM(CompressorForCausalLM):
     """[`RankedKeyValuesModel`] with the decoder's LM head."""
 
     model_class = RankedKeyValuesModel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("fused_lm_head") or kwargs.get("context_input_ids") is None:
+            return super().__call__(*args, **kwargs)
+        # TRL's `SFTTrainer` puts a head of its own in place of `forward`, and sums up the losses of all targets.
+        own_losses: list[Tensor] = []
+        outputs = super().__call__(*args, own_losses=own_losses, **kwargs)
+        for of_rows in own_losses:
+            outputs.log_probs = outputs.log_probs - of_rows[:, None] * outputs.label_mask
+        return outputs

@@ -230,9 +230,10 @@ def _of_the_decoder(layer: Any) -> list[str]:
     return [own for own in (DECODER, SHARED) if own in layer.lora_A]
 
 
-def lora_layers(model: nn.Module) -> list[Any]:
-    """All LoRA layers below `model` that hold one of this project's adapters."""
-    return [m for m in model.modules() if any(name in getattr(m, "lora_A", ()) for name in OWN_ADAPTERS)]
+def lora_layers(model: nn.Module, names: Sequence[str] = OWN_ADAPTERS) -> list[tuple[str, Any]]:
+    """Return path and module of each LoRA layer below `model` that holds one of some adapters."""
+    layers: list[tuple[str, Any]] = [(path, m) for path, m in model.named_modules() if hasattr(m, "lora_A")]
+    return [(path, layer) for path, layer in layers if not layer.lora_A.keys().isdisjoint(names)]
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -285,7 +286,7 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: 
             parameter.data = parameter.data.float()
             # Without the mark, the backbone's own initialisation would overwrite the zeros of B.
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
-    layers = lora_layers(model)
+    layers = [layer for _, layer in lora_layers(model)]
     passes = Passes()
     setattr(model, PASSES, (passes, layers[0]))
     for layer in layers:
@@ -300,7 +301,7 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: 
 
 def initialize_lora(model: nn.Module, names: tuple[str, ...] = OWN_ADAPTERS) -> None:
     """Give the adapters their start values: A Kaiming-uniform, B zero."""
-    for layer in lora_layers(model):
+    for _, layer in lora_layers(model):
         for name in names:
             if name in layer.lora_A:
                 layer.reset_lora_parameters(name, init_lora_weights=True)
@@ -361,7 +362,7 @@ def _all_activated(active: Sequence[tuple[Passes, list[str] | None]]) -> Iterato
 @torch.no_grad()
 def merge_lora(model: nn.Module, name: str) -> None:
     """Add the adapter `name`, and one that is shared, to the weights it sits on, and take all LoRA layers out."""
-    for path, layer in [(path, module) for path, module in model.named_modules() if hasattr(module, "lora_A")]:
+    for path, layer in lora_layers(model):
         if names := [own for own in (name, SHARED) if own in layer.lora_A]:
             layer.adapted_class.merge(layer, safe_merge=True, adapter_names=names)
         parent, _, attribute = path.rpartition(".")
@@ -543,6 +544,11 @@ def in_base_precision(backbone: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()
     # Autocast's cache of cast weights is one for all threads: one made without gradients would serve a training step.
     return torch.autocast(frozen.device.type, dtype=frozen.dtype, cache_enabled=False)
+
+
+def embedding_scale(table: nn.Module) -> float:
+    """Return the number that a table of token embeddings multiplies its rows with, as Gemma's does."""
+    return getattr(table, "scalar_embed_scale", 1.0)
 
 
 def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
@@ -1579,8 +1585,8 @@ def _check_same_base(
     shown: str,
 ) -> None:
     # The vocabulary may have been resized since; the fingerprint is of the base with its own.
-    for field in ("model_type", "hidden_size", "num_hidden_layers"):
-        found, expected = getattr(model.config, field, None), getattr(wanted, field, None)
+    sizes = [(c.model_type, c.hidden_size, c.num_hidden_layers) for c in (model.config, wanted)]
+    for field, found, expected in zip(("model_type", "hidden_size", "num_hidden_layers"), *sizes, strict=True):
         if found != expected:
             raise ValueError(f"{place} has {field} {found}, and the base model ({shown}) has {expected}")
     dtype, sums = getattr(torch, entry["dtype"]), entry["weights"]
@@ -1807,7 +1813,7 @@ class HeadwisePairs:
 
 def kept_pairs(key_values: KeyValues, scores: Tensor, mask: Tensor, counts: Sequence[int]) -> HeadwisePairs:
     """Keep the pairs of highest score, of all heads of all layers together; of equal ones the first."""
-    num_heads, num_places = scores.shape[1:]
+    num_heads = scores.shape[1]
     order = scores.masked_fill(mask[:, None] == 0, -torch.inf).flatten(1).argsort(dim=1, descending=True, stable=True)
     places = torch.arange(order.shape[1], device=order.device).expand_as(order)
     # In which slot each pair would be if slots were filled in the order of the scores.
@@ -1818,8 +1824,9 @@ def kept_pairs(key_values: KeyValues, scores: Tensor, mask: Tensor, counts: Sequ
     num_slots = torch.tensor(counts, device=scores.device)[:, None]
     is_real = torch.arange(max(counts), device=scores.device) < num_slots
     chosen = _chosen(slots < num_slots[:, :, None], torch.zeros_like(mask, dtype=torch.long), is_real)
-    head_ids = _shaped(chosen // num_places, is_real).to(torch.int16)
-    return HeadwisePairs(_taken(key_values, chosen, is_real), head_ids, _shaped(_at(ratios, chosen), is_real))
+    heads = torch.arange(num_heads, device=scores.device, dtype=torch.int16)[:, None].expand_as(scores)
+    of_pairs = (_of_chosen(each, chosen, is_real) for each in (heads, ratios))
+    return HeadwisePairs(_taken(key_values, chosen, is_real), *of_pairs)
 
 
 def coarser_memory(memory: Any, ratio: int) -> Any:
@@ -1854,8 +1861,8 @@ def coarser_memory(memory: Any, ratio: int) -> Any:
         memory,
         key_values=_taken(memory.key_values, chosen, is_real),
         scales=None if memory.scales is None else _taken(memory.scales, chosen, is_real),
-        head_ids=_shaped(_at(memory.head_ids.mT, chosen), is_real),
-        coarsest_ratios=_shaped(_at(memory.coarsest_ratios.mT, chosen), is_real),
+        head_ids=_of_chosen(memory.head_ids.mT, chosen, is_real),
+        coarsest_ratios=_of_chosen(memory.coarsest_ratios.mT, chosen, is_real),
         attention_mask=is_real.long(),
         position_ids=places.gather(1, chosen[:, 0] % max(1, places.shape[1])) * is_real,
         ratio=reached.clamp(min=ratio) if bool((reached > ratio).any()) else ratio,
@@ -1890,14 +1897,10 @@ def _taken(key_values: KeyValues, chosen: Tensor, is_real: Tensor) -> KeyValues:
     return tuple(zip(taken(0), taken(1), strict=True))
 
 
-def _at(of_pairs: Tensor, chosen: Tensor) -> Tensor:
-    """Of the chosen pairs what is said of all, `(batch_size, num_heads, num_places)`."""
-    return of_pairs.flatten(1).gather(1, chosen.flatten(1)).view_as(chosen)
-
-
-def _shaped(of_chosen: Tensor, is_real: Tensor) -> Tensor:
-    """As a memory has it, `(batch_size, num_slots, num_heads)`, zeros at padding slots."""
-    return of_chosen.mT.masked_fill(~is_real[:, :, None], 0)
+def _of_chosen(of_pairs: Tensor, chosen: Tensor, is_real: Tensor) -> Tensor:
+    """Take what is said of pairs `(batch_size, num_heads, num_places)` for the chosen ones, as a memory has it."""
+    taken = of_pairs.flatten(1).gather(1, chosen.flatten(1)).view_as(chosen)
+    return taken.mT.masked_fill(~is_real[:, :, None], 0)
 
 
 # memory/memory_file.py
@@ -2466,9 +2469,7 @@ def base_to_leave_out(model: PreTrainedModel, include_base: bool | None) -> Base
 @contextmanager
 def without_quantizer(model: Any) -> Iterator[None]:
     """Save what is not quantized as if nothing were: the library would ask the quantizer for the weights instead."""
-    quantizer, settings = model.__dict__.pop("hf_quantizer", None), getattr(model.config, "quantization_config", None)
-    if settings is not None:
-        del model.config.quantization_config
+    quantizer, settings = vars(model).pop("hf_quantizer", None), vars(model.config).pop("quantization_config", None)
     try:
         yield
     finally:
@@ -3261,23 +3262,23 @@ _NUM_SLOTS, _PAIRS = "_context_compressor_num_slots", "_context_compressor_pairs
 def note_cached_slots(cache: Cache | None, num_slots: int) -> None:
     """Keep with a cache how many slots it holds in front of the text."""
     if cache is not None:
-        setattr(cache, _NUM_SLOTS, num_slots)
+        vars(cache)[_NUM_SLOTS] = num_slots
 
 
 def note_cached_pairs(cache: Cache | None, pairs: Any) -> None:
     """Keep with a cache the pairs that heads read in front of what it holds; `None` for none."""
     if cache is not None:
-        setattr(cache, _PAIRS, pairs)
+        vars(cache)[_PAIRS] = pairs
 
 
 def cached_pairs(cache: Cache | None) -> Any:
     """The pairs that lie beside a cache, or `None`."""
-    return getattr(cache, _PAIRS, None)
+    return None if cache is None else vars(cache).get(_PAIRS)
 
 
 def num_cached_slots(cache: Cache | None) -> int:
     """Slots that a cache holds; 0 in an empty one, and where it was filled by another model."""
-    return getattr(cache, _NUM_SLOTS, 0) if cache is not None and cache.get_seq_length() else 0
+    return vars(cache).get(_NUM_SLOTS, 0) if cache is not None and cache.get_seq_length() else 0
 
 
 class KeyValueRecorder(DynamicCache):
@@ -3583,7 +3584,7 @@ class CompressorPreTrainedModel(CheckpointedModel):
     def _init_like_embeddings(parameter: nn.Parameter, backbone: PreTrainedModel) -> None:
         """N(mean, std), two scalars of the backbone's whole table of token embeddings (the code of EPL's authors)."""
         table = backbone.get_input_embeddings()
-        weight = table.weight.float() * getattr(table, "scalar_embed_scale", 1.0)
+        weight = table.weight.float() * embedding_scale(table)
         drawn = torch.randn_like(parameter, dtype=torch.float32)
         init.copy_(parameter, weight.mean() + drawn * weight.std())
 
@@ -3745,7 +3746,7 @@ _MOST_PADDING = 0.5
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
-    """Rows of token ids as `input_ids` and `attention_mask`, each `(batch_size, num_tokens)`, padded on the right."""
+    """Return rows of token ids as right-padded `input_ids` and `attention_mask`, each `(batch_size, num_tokens)`."""
     # Moved at once: each move waits for the device.
     ids = [torch.tensor(row, dtype=torch.long) for row in rows]
     return {
@@ -3847,7 +3848,7 @@ class ContextCompressionQAPipeline(Pipeline):
         allow_untrained_ratio: bool = False,
         question: dict[str, Tensor] | None = None,
     ) -> CompressedContext | list[CompressedContext]:
-        """Compress token ids, as `document_ids` gives them, in one batch."""
+        """Compress token ids of documents, or of each one's passages, as `document_ids` gives them, in one batch."""
         asked: dict[str, Any] = {}
         if question is not None:
             asked = {f"question_{name}": tensor for name, tensor in question.items()}
@@ -3882,18 +3883,19 @@ class ContextCompressionQAPipeline(Pipeline):
             raise ValueError(f"`max_tokens` must be above {least}, the tokens that open a document, got {max_tokens}")
 
     def document_ids(self, documents: str | Sequence[str | Sequence[str]], most: int | None = None) -> list[list[int]]:
-        """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
+        """Return token ids of documents, or a single one, as `compress` reads them, with what stands in front of
+        each."""
         return [[token for passage in row for token in passage] for row in self._passages(documents, most)]
 
     def _passages(self, documents: Any, most: int | None = None) -> list[list[list[int]]]:
-        """Token ids of each document's passages."""
+        """Return token ids of each document's passages."""
         is_one = isinstance(documents, (str, Mapping)) or not isinstance(documents, Iterable)
         texts: list[Any] = [documents] if is_one else list(documents)
         _check_documents(texts)
         return passages_ids(self.model.config, self._document_tokenizer, texts, most)
 
     def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
-        """A memory from its file, on the model's device; one that is loaded already comes back as it is."""
+        """Return a memory from its file, on the model's device; one that is loaded already comes back as it is."""
         if isinstance(source, (str, os.PathLike)):
             return self._memory_class.load(source, device=self.device, dtype=self.model.dtype)
         if not is_memory(source):
@@ -3901,7 +3903,7 @@ class ContextCompressionQAPipeline(Pipeline):
         return source
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Save model and tokenizer; the model brings the code of both itself and this pipeline."""
+        """Save model and tokenizer, with the code of both the model and this pipeline; arguments as the model's."""
         self.model.save_pretrained(save_directory, **kwargs)
         self.tokenizer.save_pretrained(save_directory)
 
@@ -3971,7 +3973,8 @@ class ContextCompressionQAPipeline(Pipeline):
     def _texts(
         self, question: Any, messages: Any, prompt: str | None, document: Sequence[int] | None = None
     ) -> tuple[list[list[int]], bool]:
-        """Token ids of questions or conversations, behind a document's if these are given; and whether it was one."""
+        """Return token ids of questions or conversations, behind a document's if these are given; and whether it was
+        one."""
         config, tokenizer = self.model.config, self._question_tokenizer
         if messages is None:
             questions, asks_one = _as_list("question", question)
@@ -4043,7 +4046,8 @@ class ContextCompressionQAPipeline(Pipeline):
     def _memories(
         self, inputs: dict[str, Any], join: bool | str, ratio: int | None, allow_untrained_ratio: bool
     ) -> Iterable[CompressedContext]:
-        """The memories that are asked: those given, or of the documents in batches; a single one if all are joined."""
+        """Return the memories that are asked: those given, or of the documents in batches; a single one if all are
+        joined."""
         memories, documents, batch_size = (inputs[name] for name in ("memories", "document_ids", "batch_size"))
         if memories is None:
             lengths = [sum(map(len, row)) for row in documents]
@@ -4072,7 +4076,8 @@ class ContextCompressionQAPipeline(Pipeline):
         memory_of: Callable[[list[Any], dict[str, Tensor]], CompressedContext | None],
         generate_kwargs: dict[str, Any],
     ) -> list[list[tuple[Tensor, float]]]:
-        """Return each source's new tokens for every question, with their mean log-likelihood if logits are asked for."""
+        """Return each source's new tokens for every question, with their mean log-likelihood if logits are asked
+        for."""
         pairs = [(source, question) for source in sources for question in questions]
         answers: list[tuple[Tensor, float]] = []
         for start in range(0, len(pairs), batch_size):
@@ -4106,7 +4111,7 @@ def _check_documents(texts: Sequence[Any]) -> None:
 
 
 def _as_list(name: str, value: Any) -> tuple[list[Any], bool]:
-    """One thing or several as a list, and whether it was one."""
+    """Return one thing or several as a list, and whether it was one."""
     if isinstance(value, (list, tuple)):
         if not value:
             raise ValueError(f"`{name}` is an empty list")
@@ -4115,8 +4120,8 @@ def _as_list(name: str, value: Any) -> tuple[list[Any], bool]:
 
 
 def check_generation(given: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if arguments of `generate`, or a `generation_config` among them, ask for several answers to a
-    question, or for more than its tokens."""
+    """Raise `ValueError` for arguments of `generate` that ask for several answers to a question, or for more than
+    tokens."""
     own = given.get("generation_config")
     asked = {**({} if own is None else own.to_dict()), **given}
     if (number := asked.get("num_return_sequences") or 1) != 1:
@@ -4126,8 +4131,8 @@ def check_generation(given: Mapping[str, Any]) -> None:
 
 
 def with_defaults(given: Mapping[str, Any], max_new_tokens: int, pad_token_id: int | None) -> dict[str, Any]:
-    """Arguments of `generate`, with what they and a `generation_config` among them leave open: a greedy, short answer,
-    one to a question and its tokens alone, whatever the model's own `generation_config` says."""
+    """Complete arguments of `generate`, and a `generation_config` among them: a single greedy, short answer, whatever
+    the model's own `generation_config` says."""
     given = dict(given)
     own = copy.deepcopy(given.pop("generation_config", None))
     defaults = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad_token_id}
@@ -4834,17 +4839,6 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
     def base_language_model(self) -> AbstractContextManager[None]:
         """See [`CompressorModel.base_language_model`]."""
         return self.model.base_language_model()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        reads_context = kwargs.get("context_input_ids") is not None
-        if not (self.model.has_own_loss and kwargs.get("fused_lm_head") and reads_context):
-            return super().__call__(*args, **kwargs)
-        # TRL's `SFTTrainer` puts a head of its own in place of `forward`, and sums up the losses of all targets.
-        own_losses: list[Tensor] = []
-        outputs = super().__call__(*args, own_losses=own_losses, **kwargs)
-        for of_rows in own_losses:
-            outputs.log_probs = outputs.log_probs - of_rows[:, None] * outputs.label_mask
-        return outputs
 
     def forward(
         self,

@@ -231,8 +231,8 @@ def _check_same_base(
     shown: str,
 ) -> None:
     # The vocabulary may have been resized since; the fingerprint is of the base with its own.
-    for field in ("model_type", "hidden_size", "num_hidden_layers"):
-        found, expected = getattr(model.config, field, None), getattr(wanted, field, None)
+    sizes = [(c.model_type, c.hidden_size, c.num_hidden_layers) for c in (model.config, wanted)]
+    for field, found, expected in zip(("model_type", "hidden_size", "num_hidden_layers"), *sizes, strict=True):
         if found != expected:
             raise ValueError(f"{place} has {field} {found}, and the base model ({shown}) has {expected}")
     dtype, sums = getattr(torch, entry["dtype"]), entry["weights"]

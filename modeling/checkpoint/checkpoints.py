@@ -430,9 +430,7 @@ def base_to_leave_out(model: PreTrainedModel, include_base: bool | None) -> Base
 @contextmanager
 def without_quantizer(model: Any) -> Iterator[None]:
     """Save what is not quantized as if nothing were: the library would ask the quantizer for the weights instead."""
-    quantizer, settings = model.__dict__.pop("hf_quantizer", None), getattr(model.config, "quantization_config", None)
-    if settings is not None:
-        del model.config.quantization_config
+    quantizer, settings = vars(model).pop("hf_quantizer", None), vars(model.config).pop("quantization_config", None)
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from transformers.integrations.peft import maybe_load_adapters
 from transformers.utils import cached_file
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from ..parts.lora import DECODER, SHARED
+from ..parts.lora import DECODER, SHARED, lora_layers
 
 _SOURCE = {"cache_dir", "token", "local_files_only", "subfolder", "revision"}
 # Fields of PEFT's that change what the maps compute, and their values where they do not.
@@ -48,10 +48,9 @@ def put_adapter_on(model: Any, adapter: str | os.PathLike, name: str, trains: bo
 def peft_weight_names(backbone: Any, name: str) -> dict[str, torch.nn.Parameter]:
     """The weights of an adapter by the names that PEFT gives them in a model with a head."""
     return {
-        f"base_model.model.{backbone.base_model_prefix}.{path}.{part}.weight": getattr(layer, part)[name].weight
-        for path, layer in backbone.named_modules()
-        if name in getattr(layer, "lora_A", ())
-        for part in ("lora_A", "lora_B")
+        f"base_model.model.{backbone.base_model_prefix}.{path}.{part}.weight": maps[name].weight
+        for path, layer in lora_layers(backbone, [name])
+        for part, maps in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B))
     }
 
 

@@ -72,17 +72,6 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         plain.requires_grad_(False)
         return plain.to(self.dtype).eval()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        reads_context = kwargs.get("context_input_ids") is not None
-        if not (self.model.has_own_loss and kwargs.get("fused_lm_head") and reads_context):
-            return super().__call__(*args, **kwargs)
-        # TRL's `SFTTrainer` puts a head of its own in place of `forward`, and sums up the losses of all targets.
-        own_losses: list[Tensor] = []
-        outputs = super().__call__(*args, own_losses=own_losses, **kwargs)
-        for of_rows in own_losses:
-            outputs.log_probs = outputs.log_probs - of_rows[:, None] * outputs.label_mask
-        return outputs
-
     def forward(
         self,
         input_ids: Tensor | None = None,

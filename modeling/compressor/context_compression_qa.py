@@ -42,7 +42,7 @@ _MOST_PADDING = 0.5
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
-    """Rows of token ids as `input_ids` and `attention_mask`, each `(batch_size, num_tokens)`, padded on the right."""
+    """Return rows of token ids as right-padded `input_ids` and `attention_mask`, each `(batch_size, num_tokens)`."""
     # Moved at once: each move waits for the device.
     ids = [torch.tensor(row, dtype=torch.long) for row in rows]
     return {
@@ -112,20 +112,20 @@ class ContextCompressionQAPipeline(Pipeline):
             question: a question, or several.
             context: a document, or several, which are compressed in batches; each is asked every question. A document
                 in a list may be a list of passages, which are compressed apart from each other and read together.
-            memory: in place of `context`: what `compress` returned, the file that it was saved in, or a list of these.
-                A memory of several rows counts as several documents.
+            memory: in place of `context`: a memory of `compress`, its file, or a list of these. Each row counts as a
+                document.
             messages: in place of `question`: a conversation about the document, messages with `role` and `content`
-                whose last one is the user's; or a list of conversations. The document stands in front of the first
-                message of the user.
+                whose last one is the user's; or a list of conversations. The document stands in front of the user's
+                first message.
             store: in place of `memory`: a `MemoryStore`, whose memories of `ids` are read.
             ids: names in the store, whose likeliest answer is returned unless `join` says otherwise.
-            kwargs: `join=True` reads all documents together, in order; `join="likeliest"` asks each and gives the one
+            kwargs: `join=True` reads all documents together, in order; `join="likeliest"` asks each and gives the
                 answer with the highest mean log-likelihood of a token; `full_text=True` compresses nothing: the
-                decoder reads each document's own tokens; `ratio`, a single one, and
-                `allow_untrained_ratio` as in `compress`, and beside memories a `ratio` that these hold (`at_ratio`);
-                `prompt`, a text with `{question}` in it, in place of the checkpoint's own; `max_tokens`, keep only so
-                many tokens of each document; `batch_size`, documents or questions at once; everything else is for
-                `generate` (greedily, and at most 64 new tokens if not said otherwise).
+                decoder reads each document's own tokens; `ratio`, a single one, and `allow_untrained_ratio` as in
+                `compress`, and beside memories a `ratio` that these hold (`at_ratio`); `prompt`, a text with
+                `{question}` in it, in place of the checkpoint's own; `max_tokens`, keep only so many tokens of each
+                document; `batch_size`, documents or questions at once; everything else is for `generate` (greedily,
+                and at most 64 new tokens if not said otherwise).
 
         Returns:
             `{"answer": text}` for one question about one document; a list of these for several questions; for several
@@ -133,11 +133,9 @@ class ContextCompressionQAPipeline(Pipeline):
 
         Raises:
             TypeError: a question, document or message that is no text, or a `memory` that is none.
-            ValueError: neither or several of `context`, `memory` and `store`, neither or both of `question` and
-                `messages`, one of `store` and `ids` alone, a store of another model, no question or document, several
-                ratios or answers to a question, `max_tokens` that leave nothing of a document or stand beside a
-                memory, a memory where a document is compressed with its question, `full_text` beside a memory or a
-                `ratio` or of an encoder-decoder, and whatever `compress`, `at_ratio` and `generate` refuse.
+            ValueError: arguments that do not go together or are missing, a store of another model, `max_tokens` that
+                leave nothing of a document, a memory where a document is compressed with its question, and whatever
+                `compress`, `at_ratio` and `generate` refuse.
         """
         if (context is not None) + (memory is not None) + (store is not None) != 1:
             raise ValueError("give either `context`, `memory` or `store`")
@@ -174,16 +172,15 @@ class ContextCompressionQAPipeline(Pipeline):
             max_tokens: keep only so many tokens of each, with those that stand in front of it; all if not given.
             batch_size: documents at once; the pipeline's, or 8, if not given.
             show_progress_bar: whether to show one.
-            source: of a single text, where it is: the memory keeps that and the text's hash.
+            source: of a single text, its place: the memory keeps that and the text's hash.
 
         Returns:
             A memory with one row for each document, in their order, or one such memory for each ratio of a list. Rows
             have room for the longest: give documents of very unlike lengths in several calls.
 
         Raises:
-            ValueError: no document, `max_tokens` that leave nothing of one, ratios by document of another number than
-                these, a checkpoint that compresses a document together with its question, and whatever the model's
-                `compress` refuses.
+            ValueError: no document, `max_tokens` that leave nothing of one, a checkpoint that compresses a document
+                together with its question, and whatever the model's `compress` refuses.
         """
         batch_size = self._size(batch_size)
         self.check_max_tokens(max_tokens)
@@ -217,16 +214,13 @@ class ContextCompressionQAPipeline(Pipeline):
         allow_untrained_ratio: bool = False,
         question: dict[str, Tensor] | None = None,
     ) -> CompressedContext | list[CompressedContext]:
-        """Compress token ids, as `document_ids` gives them, in one batch.
+        """Compress token ids of documents, or of each one's passages, as `document_ids` gives them, in one batch.
 
         Args:
             rows: of each document, or of each of its passages.
             ratio, allow_untrained_ratio: as in the model's `compress`.
-            question: `input_ids` and `attention_mask` of what is asked, one row for each document; for a checkpoint
-                that compresses both together.
-
-        Returns:
-            A memory with one row for each document, or one such memory for each ratio of a list.
+            question: `input_ids` and `attention_mask`, one row for each document, for a checkpoint that compresses
+                both.
         """
         asked: dict[str, Any] = {}
         if question is not None:
@@ -262,18 +256,19 @@ class ContextCompressionQAPipeline(Pipeline):
             raise ValueError(f"`max_tokens` must be above {least}, the tokens that open a document, got {max_tokens}")
 
     def document_ids(self, documents: str | Sequence[str | Sequence[str]], most: int | None = None) -> list[list[int]]:
-        """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
+        """Return token ids of documents, or a single one, as `compress` reads them, with what stands in front of
+        each."""
         return [[token for passage in row for token in passage] for row in self._passages(documents, most)]
 
     def _passages(self, documents: Any, most: int | None = None) -> list[list[list[int]]]:
-        """Token ids of each document's passages."""
+        """Return token ids of each document's passages."""
         is_one = isinstance(documents, (str, Mapping)) or not isinstance(documents, Iterable)
         texts: list[Any] = [documents] if is_one else list(documents)
         _check_documents(texts)
         return passages_ids(self.model.config, self._document_tokenizer, texts, most)
 
     def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
-        """A memory from its file, on the model's device; one that is loaded already comes back as it is."""
+        """Return a memory from its file, on the model's device; one that is loaded already comes back as it is."""
         if isinstance(source, (str, os.PathLike)):
             return self._memory_class.load(source, device=self.device, dtype=self.model.dtype)
         if not is_memory(source):
@@ -281,12 +276,7 @@ class ContextCompressionQAPipeline(Pipeline):
         return source
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Save model and tokenizer; the model brings the code of both itself and this pipeline.
-
-        Args:
-            save_directory: the folder.
-            kwargs: arguments of the model's `save_pretrained`.
-        """
+        """Save model and tokenizer, with the code of both the model and this pipeline; arguments as the model's."""
         self.model.save_pretrained(save_directory, **kwargs)
         self.tokenizer.save_pretrained(save_directory)
 
@@ -356,7 +346,8 @@ class ContextCompressionQAPipeline(Pipeline):
     def _texts(
         self, question: Any, messages: Any, prompt: str | None, document: Sequence[int] | None = None
     ) -> tuple[list[list[int]], bool]:
-        """Token ids of questions or conversations, behind a document's if these are given; and whether it was one."""
+        """Return token ids of questions or conversations, behind a document's if these are given; and whether it was
+        one."""
         config, tokenizer = self.model.config, self._question_tokenizer
         if messages is None:
             questions, asks_one = _as_list("question", question)
@@ -428,7 +419,8 @@ class ContextCompressionQAPipeline(Pipeline):
     def _memories(
         self, inputs: dict[str, Any], join: bool | str, ratio: int | None, allow_untrained_ratio: bool
     ) -> Iterable[CompressedContext]:
-        """The memories that are asked: those given, or of the documents in batches; a single one if all are joined."""
+        """Return the memories that are asked: those given, or of the documents in batches; a single one if all are
+        joined."""
         memories, documents, batch_size = (inputs[name] for name in ("memories", "document_ids", "batch_size"))
         if memories is None:
             lengths = [sum(map(len, row)) for row in documents]
@@ -457,10 +449,8 @@ class ContextCompressionQAPipeline(Pipeline):
         memory_of: Callable[[list[Any], dict[str, Tensor]], CompressedContext | None],
         generate_kwargs: dict[str, Any],
     ) -> list[list[tuple[Tensor, float]]]:
-        """Return each source's new tokens for every question, with their mean log-likelihood if logits are asked for.
-
-        Questions of all sources go in common batches.
-        """
+        """Return each source's new tokens for every question, with their mean log-likelihood if logits are asked
+        for."""
         pairs = [(source, question) for source in sources for question in questions]
         answers: list[tuple[Tensor, float]] = []
         for start in range(0, len(pairs), batch_size):
@@ -494,7 +484,7 @@ def _check_documents(texts: Sequence[Any]) -> None:
 
 
 def _as_list(name: str, value: Any) -> tuple[list[Any], bool]:
-    """One thing or several as a list, and whether it was one."""
+    """Return one thing or several as a list, and whether it was one."""
     if isinstance(value, (list, tuple)):
         if not value:
             raise ValueError(f"`{name}` is an empty list")
@@ -503,8 +493,8 @@ def _as_list(name: str, value: Any) -> tuple[list[Any], bool]:
 
 
 def check_generation(given: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if arguments of `generate`, or a `generation_config` among them, ask for several answers to a
-    question, or for more than its tokens."""
+    """Raise `ValueError` for arguments of `generate` that ask for several answers to a question, or for more than
+    tokens."""
     own = given.get("generation_config")
     asked = {**({} if own is None else own.to_dict()), **given}
     if (number := asked.get("num_return_sequences") or 1) != 1:
@@ -514,8 +504,8 @@ def check_generation(given: Mapping[str, Any]) -> None:
 
 
 def with_defaults(given: Mapping[str, Any], max_new_tokens: int, pad_token_id: int | None) -> dict[str, Any]:
-    """Arguments of `generate`, with what they and a `generation_config` among them leave open: a greedy, short answer,
-    one to a question and its tokens alone, whatever the model's own `generation_config` says."""
+    """Complete arguments of `generate`, and a `generation_config` among them: a single greedy, short answer, whatever
+    the model's own `generation_config` says."""
     given = dict(given)
     own = copy.deepcopy(given.pop("generation_config", None))
     defaults = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad_token_id}

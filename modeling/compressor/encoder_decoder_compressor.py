@@ -199,7 +199,8 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
                 memory, encoder = self._encoded(asked, input_ids, attention_mask, ratio)
                 slots, slot_mask = readable_slots(memory)
             else:
-                slots, encoder = encoder_outputs[0], encoder_outputs
+                slots = encoder_outputs[0]
+                encoder = encoder_outputs if isinstance(encoder_outputs, BaseModelOutput) else BaseModelOutput()
                 slot_mask = slots.new_ones(slots.shape[:2]) if attention_mask is None else attention_mask
             if decoder_input_ids is None:
                 if labels is None:
@@ -220,8 +221,8 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             decoder_attentions=outputs.attentions,
             cross_attentions=outputs.cross_attentions,
             encoder_last_hidden_state=slots,
-            encoder_hidden_states=getattr(encoder, "hidden_states", None),
-            encoder_attentions=getattr(encoder, "attentions", None),
+            encoder_hidden_states=encoder.hidden_states,
+            encoder_attentions=encoder.attentions,
         )
         return result if return_dict in (None, True) else result.to_tuple()
 

@@ -14,6 +14,7 @@ from transformers import initialization as init
 from ..memory.compressed_context import KeyValues
 from ..memory.key_value_memory import KeyValueRecorder, sliding_window
 from ..parts.attention_masks import PAIRWISE_MASKS, mask_for
+from ..parts.base_precision import embedding_scale
 from ..parts.packing import PackedSequence, pack, reads_falling_ids_as_packed, take_places
 from ..parts.position_layout import encoder_memory_ids
 from .backbone import slot_counts
@@ -108,8 +109,7 @@ class MemoryTokenModel(CompressorModel):
         matrix."""
         table = self.encoder_backbone.get_input_embeddings()
         if self.config.num_memory_tokens is None:
-            scale = getattr(table, "scalar_embed_scale", 1.0)
-            init.copy_(tokens, scale * table.weight.float().mean(dim=0, keepdim=True))
+            init.copy_(tokens, embedding_scale(table) * table.weight.float().mean(dim=0, keepdim=True))
         elif self.config.memory_start == "standard_normal":
             init.normal_(tokens)
         elif self.config.memory_start == "eos":

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,18 +13,39 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers import initialization as init
 from transformers.utils import logging
 
 from ...configuration.configuration_compressor import CompressorConfig
-from ..checkpoint.base_weights import own_modules, remember_base, share_weights
+from ...configuration.nearest_names import nearest
+from ..checkpoint.base_weights import (
+    DECODER_BASE,
+    DOWNLOAD_ARGUMENTS,
+    ENCODER_BASE,
+    BaseRecord,
+    base_entry,
+    base_name,
+    own_modules,
+    remember_base,
+    share_weights,
+    shown_name,
+)
 from ..checkpoint.checkpoints import CheckpointedModel
-from ..checkpoint.from_base import start_from_base
-from ..checkpoint.peft_adapters import put_adapter_on
+from ..checkpoint.encoder_tokenizer import ENCODER_TOKENIZER, encoders_tokenizer
+from ..checkpoint.gguf_files import gguf_arguments
+from ..checkpoint.peft_adapters import load_peft_adapter, put_adapter_on
+from ..checkpoint.pretrained_bases import find_base
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import keep_caches_under_checkpointing
-from ..parts.base_precision import note_trained_weights
+from ..parts.base_precision import embedding_scale, note_trained_weights
 from ..parts.lora import (
     DECODER,
     ENCODER,
@@ -39,6 +61,16 @@ if TYPE_CHECKING:
     from .context_compression_qa import ContextCompressionQAPipeline
 
 logger = logging.get_logger(__name__)
+
+# Arguments for loading a base that do not belong to another model that encodes.
+_OF_THE_BASE_ALONE = ("revision", "subfolder", "gguf_file")
+# What `from_base` hands to the base model's `from_pretrained`; everything else is a field of the configuration.
+_LOADING_ARGUMENTS = (*DOWNLOAD_ARGUMENTS, *_OF_THE_BASE_ALONE, "attn_implementation", "device_map", "dtype")
+# Fields that `from_base` finds out itself.
+_FIELDS_OF_THE_BASE = {
+    *("decoder_config", "base_model_name_or_path", "base_model_revision"),
+    *("encoder_name_or_path", "encoder_revision", "encoder_tokenizer"),
+}
 
 
 class CompressorPreTrainedModel(CheckpointedModel):
@@ -103,7 +135,55 @@ class CompressorPreTrainedModel(CheckpointedModel):
                 head's weight (a bias, a scale), or one on several devices or offloaded, or an `adapter` that does not
                 fit.
         """
-        return start_from_base(cls, base, encoder, encoder_revision, hub_id, adapter, fields)
+        loading = {name: fields.pop(name) for name in _LOADING_ARGUMENTS if name in fields}
+        _check_fields(cls.config_class, fields)
+        download = {name: loading.pop(name) for name in DOWNLOAD_ARGUMENTS if name in loading}
+        source = download | {name: loading.pop(name) for name in _OF_THE_BASE_ALONE if name in loading}
+        revision, own_encoder, encoder_id = source.get("revision"), None, None
+        if hub_id is None and not any(source.get(name) for name in _OF_THE_BASE_ALONE):
+            base, hub_id, revision = find_base(base)
+        if encoder is not None:
+            encoder_source = download | ({} if encoder_revision is None else {"revision": encoder_revision})
+            if encoder_revision is None:
+                encoder, encoder_id, encoder_revision = find_base(encoder)
+            fields["encoder_config"] = AutoConfig.from_pretrained(encoder, **encoder_source)
+            fields["encoder_name_or_path"] = encoder_id or shown_name(encoder)
+            fields["encoder_revision"] = encoder_revision
+        config = cls.config_class(
+            decoder_config=AutoConfig.from_pretrained(base, **source),
+            base_model_name_or_path=hub_id or shown_name(base),
+            base_model_revision=revision,
+            **fields,
+        )
+        reading = {**source, **loading, **gguf_arguments(source.get("gguf_file"))}
+        language_model = cls.base_auto_class.from_pretrained(base, **reading)
+        _check_base(language_model)
+        entries = {DECODER_BASE: base_entry(language_model, base, hub_id, revision, source)}
+        config.base_model_revision = entries[DECODER_BASE]["revision"]
+        config.decoder_config = language_model.config.get_text_config()
+        config._attn_implementation = language_model.config._attn_implementation
+        for field in config.sub_configs:
+            of_the_encoder = config.encoder_name_or_path if field == "encoder_config" else None
+            _name_parts(getattr(config, field), of_the_encoder or config.base_model_name_or_path)
+        if encoder is not None:
+            own_encoder = AutoModel.from_pretrained(encoder, config=config.encoder_config, **loading, **encoder_source)
+            entries[ENCODER_BASE] = base_entry(own_encoder, encoder, encoder_id, encoder_revision, encoder_source)
+            config.encoder_revision = entries[ENCODER_BASE]["revision"]
+        with torch.device("meta"):
+            model = cls(config)
+        model.load_base_weights(language_model, own_encoder)
+        if adapter is not None:
+            load_peft_adapter(model, adapter, download)
+        if not model.trains_base:
+            tensors = [(key, tensor) for key, tensor in model.state_dict().items() if base_name(key) is not None]
+            remember_base(model, BaseRecord(entries, tensors))
+        if encoder is not None:
+            is_needed = model.base_model.needs_encoder_tokenizer
+            model.encoder_tokenizer = encoders_tokenizer(base, encoder, source, encoder_source, is_needed)
+            config.encoder_tokenizer = None if model.encoder_tokenizer is None else ENCODER_TOKENIZER
+            if model.encoder_tokenizer is not None:
+                model.base_model.take_from_tokenizer(model.encoder_tokenizer)
+        return model.eval()
 
     @torch.no_grad()
     def load_base_weights(self, base: PreTrainedModel, encoder: PreTrainedModel | None = None) -> None:
@@ -155,7 +235,7 @@ class CompressorPreTrainedModel(CheckpointedModel):
     def _init_like_embeddings(parameter: nn.Parameter, backbone: PreTrainedModel) -> None:
         """N(mean, std), two scalars of the backbone's whole table of token embeddings (the code of EPL's authors)."""
         table = backbone.get_input_embeddings()
-        weight = table.weight.float() * getattr(table, "scalar_embed_scale", 1.0)
+        weight = table.weight.float() * embedding_scale(table)
         drawn = torch.randn_like(parameter, dtype=torch.float32)
         init.copy_(parameter, weight.mean() + drawn * weight.std())
 
@@ -327,3 +407,43 @@ class CompressorPreTrainedModel(CheckpointedModel):
     ) -> Tensor:
         """Memory and text as one prompt of embeddings; see [`CompressedContext.to_prompt_embeds`]."""
         return prompt_embeds(memory, tokenizer, messages, self)
+
+
+def _name_parts(config: PreTrainedConfig | None, name: str | None) -> None:
+    """Give a configuration, and those inside it, the name that checkpoints show in place of a folder."""
+    if config is not None:
+        config.name_or_path = name
+        for field in config.sub_configs:
+            _name_parts(getattr(config, field, None), name)
+
+
+def _check_fields(config_class: Any, fields: dict[str, Any]) -> None:
+    known = set()
+    for base in config_class.__mro__:
+        if base.__module__.rpartition(".")[2].startswith("configuration_"):
+            known |= set(inspect.signature(base.__init__).parameters)
+    known -= {"self", "kwargs", *_FIELDS_OF_THE_BASE}
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{config_class.__name__} has no field {name!r}{nearest(name, known)}")
+
+
+def _check_base(language_model: PreTrainedModel) -> None:
+    """Refuse a base that a compressor cannot hold whole: what it lacked would silently change its output."""
+    name = type(language_model).__name__
+    devices = {str(tensor.device) for tensor in language_model.state_dict().values()}
+    if len(devices) > 1 or "meta" in devices:
+        raise ValueError(
+            f"`from_base` needs the whole base on one device, `device_map` put it on {sorted(devices)} (meta is "
+            "offloaded); save the compressor and load it with `from_pretrained(..., device_map=...)` instead"
+        )
+    if getattr(language_model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            "the base is quantized: start from the unquantized one, save the compressor, and quantize it with "
+            "`from_pretrained(..., quantization_config=...)`"
+        )
+    if getattr(language_model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(f"the LM head of {name} has a bias, which compressors do not support")
+    for field in ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_soft_cap"):
+        if getattr(language_model.config, field, None) not in (None, 1, 1.0):
+            raise ValueError(f"{name} scales or caps its logits (`{field}`), which compressors do not support")

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ..checkpoint.base_weights import DECODER_BASE, base_name, base_record
 from ..checkpoint.peft_adapters import peft_weight_names
 from ..memory.memory_validation import check_served_form
+from ..parts.base_precision import embedding_scale
 from ..parts.lora import DECODER, SHARED
 from ..parts.prompting import message_ids
 from .validation import check_text_and_memory
@@ -53,7 +54,7 @@ def check_decoder_served(model: Any) -> None:
     if config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} reads a memory by cross-attention, which servers do not offer")
     check_served_form(config.carrier, config.position_layout)
-    scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
+    scale = embedding_scale(model.get_input_embeddings())
     if scale != 1.0:
         raise ValueError(
             f"the decoder {config.decoder_config.model_type!r} multiplies token embeddings by {scale:.4g}; "

@@ -47,31 +47,30 @@ class CompressedContext:
     Args:
         embeddings: Slots in the decoder's embedding space, `(batch_size, num_slots, hidden_size)`. Of a quantised
             memory these are integers, see [`quantize_tensor`].
-        key_values: One pair of rotated keys and values for each layer, each
-            `(batch_size, num_key_value_heads, num_slots, head_dim)`; integers likewise.
+        key_values: One pair of rotated keys and values for each layer, each `(batch_size, num_key_value_heads,
+            num_slots, head_dim)`; integers likewise.
         attention_mask: `(batch_size, num_slots)`, one for real slots and zero for padding slots.
         position_ids: `(batch_size, num_slots)`, the slots' positions in the decoder.
         num_context_tokens: `(batch_size,)`, number of real context tokens behind each row.
         ratio: Context tokens per slot, one int or a LongTensor of shape `(batch_size,)`.
         model_id: Name of the compressor whose memory this is; another one cannot read it. Empty for one that was made
-            in training mode, where weights change: no other model of this process reads it, and it is not saved.
+            in training mode: no other model of this process reads it, and it is not saved.
         position_layout: "default", "uniform" or "enhanced".
         inverse_frequencies: Rotation frequencies of the keys, `(head_dim / 2,)`, for key/values only; `concatenate`
             needs them where it moves keys to later positions.
         question_fingerprints: `(batch_size,)`, the question that each row's context was compressed with, as a number;
             `None` for memories that serve any question.
-        scales: What the integers of a quantised memory are multiplied with, in float16; `None` for another one. For
-            embeddings `(batch_size, num_slots, num_blocks)`; for key/values a pair for each layer, each
-            `(batch_size, num_key_value_heads, num_slots, num_blocks)`.
+        scales: Factors of a quantised memory's integers, in float16: for embeddings `(batch_size, num_slots,
+            num_blocks)`; for key/values a pair for each layer, each `(batch_size, num_key_value_heads, num_slots,
+            num_blocks)`.
         head_ids: For key/values of heads that keep unlike numbers of them, `(batch_size, num_slots, num_layers *
-            num_key_value_heads)`: of which head of the base, `layer * num_key_value_heads + head`, the pair in each
-            place is. A row with n slots has n pairs for each head on average. `None` where each head has its own
-            place.
+            num_key_value_heads)`: the head of the base, `layer * num_key_value_heads + head`, of the pair in each
+            place. A row with n slots has n pairs for each head on average. `None` where each head has its own place.
         coarsest_ratios: Beside `head_ids`, in uint8 and the same shape: the coarsest ratio at which the pair in each
             place would stay, 255 for that and all above (see `at_ratio`). Slots of one chunk have the same
-            `position_ids`. `None` where it is not known.
-        source: Of a memory of one row, where its text is and the text's hash, see [`text_source`]; "" where it is not
-            known, and for joined and stacked memories.
+            `position_ids`.
+        source: Of a memory of one row, its text's place and hash, see [`text_source`]; "" where it is not known, and
+            for joined and stacked memories.
         maker: The compressor in this process that made it, if it still exists; neither saved nor pickled.
         slot_counts: Slots of each row, where a compressor has just made it; neither saved nor handed on.
         check: Whether to check all fields, which waits for the device; a compressor knows what it has made.

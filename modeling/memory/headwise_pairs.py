@@ -50,7 +50,7 @@ def kept_pairs(key_values: KeyValues, scores: Tensor, mask: Tensor, counts: Sequ
         mask: `(batch_size, num_places)`, places that may stay.
         counts: slots of each row, each of as many pairs as there are heads in all layers.
     """
-    num_heads, num_places = scores.shape[1:]
+    num_heads = scores.shape[1]
     order = scores.masked_fill(mask[:, None] == 0, -torch.inf).flatten(1).argsort(dim=1, descending=True, stable=True)
     places = torch.arange(order.shape[1], device=order.device).expand_as(order)
     # In which slot each pair would be if slots were filled in the order of the scores.
@@ -61,8 +61,9 @@ def kept_pairs(key_values: KeyValues, scores: Tensor, mask: Tensor, counts: Sequ
     num_slots = torch.tensor(counts, device=scores.device)[:, None]
     is_real = torch.arange(max(counts), device=scores.device) < num_slots
     chosen = _chosen(slots < num_slots[:, :, None], torch.zeros_like(mask, dtype=torch.long), is_real)
-    head_ids = _shaped(chosen // num_places, is_real).to(torch.int16)
-    return HeadwisePairs(_taken(key_values, chosen, is_real), head_ids, _shaped(_at(ratios, chosen), is_real))
+    heads = torch.arange(num_heads, device=scores.device, dtype=torch.int16)[:, None].expand_as(scores)
+    of_pairs = (_of_chosen(each, chosen, is_real) for each in (heads, ratios))
+    return HeadwisePairs(_taken(key_values, chosen, is_real), *of_pairs)
 
 
 def coarser_memory(memory: Any, ratio: int) -> Any:
@@ -97,8 +98,8 @@ def coarser_memory(memory: Any, ratio: int) -> Any:
         memory,
         key_values=_taken(memory.key_values, chosen, is_real),
         scales=None if memory.scales is None else _taken(memory.scales, chosen, is_real),
-        head_ids=_shaped(_at(memory.head_ids.mT, chosen), is_real),
-        coarsest_ratios=_shaped(_at(memory.coarsest_ratios.mT, chosen), is_real),
+        head_ids=_of_chosen(memory.head_ids.mT, chosen, is_real),
+        coarsest_ratios=_of_chosen(memory.coarsest_ratios.mT, chosen, is_real),
         attention_mask=is_real.long(),
         position_ids=places.gather(1, chosen[:, 0] % max(1, places.shape[1])) * is_real,
         ratio=reached.clamp(min=ratio) if bool((reached > ratio).any()) else ratio,
@@ -142,11 +143,7 @@ def _taken(key_values: KeyValues, chosen: Tensor, is_real: Tensor) -> KeyValues:
     return tuple(zip(taken(0), taken(1), strict=True))
 
 
-def _at(of_pairs: Tensor, chosen: Tensor) -> Tensor:
-    """Of the chosen pairs what is said of all, `(batch_size, num_heads, num_places)`."""
-    return of_pairs.flatten(1).gather(1, chosen.flatten(1)).view_as(chosen)
-
-
-def _shaped(of_chosen: Tensor, is_real: Tensor) -> Tensor:
-    """As a memory has it, `(batch_size, num_slots, num_heads)`, zeros at padding slots."""
-    return of_chosen.mT.masked_fill(~is_real[:, :, None], 0)
+def _of_chosen(of_pairs: Tensor, chosen: Tensor, is_real: Tensor) -> Tensor:
+    """Take what is said of pairs `(batch_size, num_heads, num_places)` for the chosen ones, as a memory has it."""
+    taken = of_pairs.flatten(1).gather(1, chosen.flatten(1)).view_as(chosen)
+    return taken.mT.masked_fill(~is_real[:, :, None], 0)

@@ -34,23 +34,23 @@ _NUM_SLOTS, _PAIRS = "_context_compressor_num_slots", "_context_compressor_pairs
 def note_cached_slots(cache: Cache | None, num_slots: int) -> None:
     """Keep with a cache how many slots it holds in front of the text."""
     if cache is not None:
-        setattr(cache, _NUM_SLOTS, num_slots)
+        vars(cache)[_NUM_SLOTS] = num_slots
 
 
 def note_cached_pairs(cache: Cache | None, pairs: Any) -> None:
     """Keep with a cache the pairs that heads read in front of what it holds; `None` for none."""
     if cache is not None:
-        setattr(cache, _PAIRS, pairs)
+        vars(cache)[_PAIRS] = pairs
 
 
 def cached_pairs(cache: Cache | None) -> Any:
     """The pairs that lie beside a cache, or `None`."""
-    return getattr(cache, _PAIRS, None)
+    return None if cache is None else vars(cache).get(_PAIRS)
 
 
 def num_cached_slots(cache: Cache | None) -> int:
     """Slots that a cache holds; 0 in an empty one, and where it was filled by another model."""
-    return getattr(cache, _NUM_SLOTS, 0) if cache is not None and cache.get_seq_length() else 0
+    return vars(cache).get(_NUM_SLOTS, 0) if cache is not None and cache.get_seq_length() else 0
 
 
 class KeyValueRecorder(DynamicCache):

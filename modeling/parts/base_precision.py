@@ -54,6 +54,11 @@ def in_base_precision(backbone: nn.Module) -> AbstractContextManager[Any]:
     return torch.autocast(frozen.device.type, dtype=frozen.dtype, cache_enabled=False)
 
 
+def embedding_scale(table: nn.Module) -> float:
+    """Return the number that a table of token embeddings multiplies its rows with, as Gemma's does."""
+    return getattr(table, "scalar_embed_scale", 1.0)
+
+
 def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
     """Return hidden states in the type of an LM head's weight, which may train or be frozen apart from the
     backbone."""

@@ -110,9 +110,10 @@ def _of_the_decoder(layer: Any) -> list[str]:
     return [own for own in (DECODER, SHARED) if own in layer.lora_A]
 
 
-def lora_layers(model: nn.Module) -> list[Any]:
-    """All LoRA layers below `model` that hold one of this project's adapters."""
-    return [m for m in model.modules() if any(name in getattr(m, "lora_A", ()) for name in OWN_ADAPTERS)]
+def lora_layers(model: nn.Module, names: Sequence[str] = OWN_ADAPTERS) -> list[tuple[str, Any]]:
+    """Return path and module of each LoRA layer below `model` that holds one of some adapters."""
+    layers: list[tuple[str, Any]] = [(path, m) for path, m in model.named_modules() if hasattr(m, "lora_A")]
+    return [(path, layer) for path, layer in layers if not layer.lora_A.keys().isdisjoint(names)]
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -165,7 +166,7 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: 
             parameter.data = parameter.data.float()
             # Without the mark, the backbone's own initialisation would overwrite the zeros of B.
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
-    layers = lora_layers(model)
+    layers = [layer for _, layer in lora_layers(model)]
     passes = Passes()
     setattr(model, PASSES, (passes, layers[0]))
     for layer in layers:
@@ -180,7 +181,7 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: 
 
 def initialize_lora(model: nn.Module, names: tuple[str, ...] = OWN_ADAPTERS) -> None:
     """Give the adapters their start values: A Kaiming-uniform, B zero."""
-    for layer in lora_layers(model):
+    for _, layer in lora_layers(model):
         for name in names:
             if name in layer.lora_A:
                 layer.reset_lora_parameters(name, init_lora_weights=True)
@@ -250,7 +251,7 @@ def _all_activated(active: Sequence[tuple[Passes, list[str] | None]]) -> Iterato
 @torch.no_grad()
 def merge_lora(model: nn.Module, name: str) -> None:
     """Add the adapter `name`, and one that is shared, to the weights it sits on, and take all LoRA layers out."""
-    for path, layer in [(path, module) for path, module in model.named_modules() if hasattr(module, "lora_A")]:
+    for path, layer in lora_layers(model):
         if names := [own for own in (name, SHARED) if own in layer.lora_A]:
             layer.adapted_class.merge(layer, safe_merge=True, adapter_names=names)
         parent, _, attribute = path.rpartition(".")

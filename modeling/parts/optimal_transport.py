@@ -82,7 +82,7 @@ def _spread(cost: Tensor, source_mass: Tensor, target_mass: Tensor) -> float:
 
 
 class Settings(NamedTuple):
-    """What all windows of a call share."""
+    """The numbers that all windows of a call share."""
 
     epsilon: float
     num_iterations: int
