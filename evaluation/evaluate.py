@@ -16,7 +16,7 @@ from ..data.task_tokens import task_start_ids
 from ..modeling.checkpoint.fingerprints import settings_fingerprint, weights_fingerprint
 from ..modeling.parts.base_precision import trained_base_weights
 from ..modeling.parts.prompting import context_opening
-from ..modeling.parts.text_ids import start_token_id, text_tokenizer
+from ..modeling.parts.text_ids import text_tokenizer
 from ..reporting.result_files import rounded
 from .held_out import Sources, add_record, check_held_out, check_sources
 from .metrics import BertScorer
@@ -134,13 +134,9 @@ def evaluate_model(
     )
     if resume_from is not None:
         _take_over(report, resume_from, records)
+    starts = task_start_ids(model.config) if compresses else {}
     scorer = (Seq2SeqScorer if model.config.is_encoder_decoder else Scorer)(
-        model,
-        tokenizer,
-        conditions,
-        start_token_id(tokenizer),
-        settings,
-        task_start_ids(model.config) if compresses else {},
+        model, tokenizer, conditions, settings, starts
     )
     with _evaluation_mode([model] if teacher is None else [model, teacher]):
         _score_all(report, scorer, work, progress, on_result)

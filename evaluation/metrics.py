@@ -120,21 +120,6 @@ def prefix_exact_match(predicted_ids: Sequence[Sequence[int]], reference_ids: Se
     return 100.0 * total / len(predicted_ids)
 
 
-def summed_nll(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100) -> tuple[float, int]:
-    """Return the negative log-likelihood in nats, summed over labels `(batch_size, num_tokens)`, and their number.
-
-    Logits `(batch_size, num_tokens, vocab_size)` are shifted already.
-    """
-    total = 0.0
-    # One row at a time: a float32 copy of all logits would be the largest tensor of an evaluation.
-    for row_logits, row_labels in zip(logits.flatten(0, -3), labels.flatten(0, -2), strict=True):
-        counted = row_labels != ignore_index
-        total += float(
-            torch.nn.functional.cross_entropy(row_logits[counted].float(), row_labels[counted], reduction="sum")
-        )
-    return total, int((labels != ignore_index).sum())
-
-
 def teacher_normalized(score: Number, full: Number, none: Number) -> Number:
     """Return the share of the context's worth that is kept: `(score - none) / (full - none)`.
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..reporting.tables import markdown_table
 from .bootstrap import verdict
 from .report import EvaluationReport
-from .rows import RETENTION, EvaluationRow
+from .rows import RETENTION
 
 # Name in the rows -> title in tables.
 _COSTS = {
@@ -52,8 +52,8 @@ def _rows_table(report: EvaluationReport, task: str) -> str:
     header = ["data set", "domain", "condition", "samples", "documents", "truncated"]
     body = [
         [row.dataset, row.domain, row.condition, row.num_samples, row.num_documents or "-"]
-        + [row.num_truncated, *(_with_interval(row.metrics.get(metric), row, metric) for metric in metrics)]
-        + [_with_interval(row.retention, row, RETENTION) for _ in kept]
+        + [row.num_truncated, *(_cell(row.metrics.get(metric), row.intervals.get(metric)) for metric in metrics)]
+        + [_cell(row.retention, row.intervals.get(RETENTION)) for _ in kept]
         + [_text(row.costs.get(name)) for name in costs]
         + [_text(row.seconds.get(name)) for name in seconds]
         for row in rows
@@ -68,7 +68,7 @@ def _differences_table(report: EvaluationReport, task: str) -> str | None:
     body = [
         [
             *(row.dataset, row.condition, other, entry["metric"], row.num_samples),
-            *(row.num_documents or "-", _text(entry["difference"]) + _brackets(entry["interval"])),
+            *(row.num_documents or "-", _cell(entry["difference"], entry["interval"])),
             verdict(entry["interval"], entry["metric"]),
         ]
         for row in rows
@@ -79,7 +79,7 @@ def _differences_table(report: EvaluationReport, task: str) -> str | None:
     metric = report.main_metric(task)
     means = report.mean_differences(task, metric) if len(report.datasets(task)) > 1 else {}
     for (condition, other), (difference, interval) in means.items():
-        cells = [_text(difference) + _brackets(interval), verdict(interval or (math.nan, math.nan), metric)]
+        cells = [_cell(difference, interval), verdict(interval or (math.nan, math.nan), metric)]
         body.append(["mean over data sets", condition, other, metric, "-", "-", *cells])
     header = ["data set", "slots", "text", "metric", "samples", "documents", "difference", "slots are"]
     title = "Slots less text at the same number of positions, on the same questions"
@@ -90,7 +90,7 @@ def _averages_table(report: EvaluationReport, task: str) -> str:
     metric = report.main_metric(task)
     averages = report.averages(task, metric)
     body = [
-        [condition, *(_average(averages[name].get(condition)) for name in averages)]
+        [condition, *(_cell(*averages[name].get(condition, (None, None))) for name in averages)]
         for condition in report.conditions(task)
     ]
     lines = [f"Averages of {metric}; teacher-normalised scores are taken per data set, then averaged."]
@@ -137,19 +137,12 @@ def held_out_lines(held_out: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _average(cell: tuple[float, tuple[float, float] | None] | None) -> str:
-    return "-" if cell is None else _text(cell[0]) + _brackets(cell[1])
-
-
-def _with_interval(value: float | None, row: EvaluationRow, metric: str) -> str:
+def _cell(value: float | None, interval: tuple[float, float] | None) -> str:
+    """A score with its interval, if there is one."""
     text = _text(value)
-    return text if text == "-" else text + _brackets(row.intervals.get(metric))
-
-
-def _brackets(interval: tuple[float, float] | None) -> str:
-    if interval is None or math.isnan(interval[0]):
-        return ""
-    return f" [{_text(interval[0])}, {_text(interval[1])}]"
+    if text == "-" or interval is None or math.isnan(interval[0]):
+        return text
+    return f"{text} [{_text(interval[0])}, {_text(interval[1])}]"
 
 
 def _text(value: float | None) -> str:

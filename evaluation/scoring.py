@@ -2,7 +2,7 @@
 """Runs a model on batches of samples under one condition: scores given targets, or writes its own."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcessor
 
 from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
@@ -17,7 +18,7 @@ from ..modeling.memory.key_value_memory import position_bytes
 from ..modeling.memory.memory_quantization import QUANTIZATIONS
 from ..modeling.parts.length_batches import length_batches
 from ..modeling.parts.prompting import restored_ids
-from ..modeling.parts.text_ids import context_end_ids, context_start_ids
+from ..modeling.parts.text_ids import context_end_ids, context_start_ids, start_token_id
 from ..modeling.text_compressor import TextCompressor
 from .alternatives import (
     BM25,
@@ -30,12 +31,10 @@ from .alternatives import (
     kept_words,
     self_information,
 )
-from .metrics import summed_nll
 from .results import GivenTokens, Tally
 from .samples import Sample
 from .settings import WRITTEN_TASKS, EvaluationSettings
 
-_IGNORED = -100
 _KEPT_CONTEXTS = 64
 # Pads for each token of a batch.
 _MOST_PADDING = 0.5
@@ -79,16 +78,12 @@ class Scorer:
         compressor: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         conditions: Sequence[Condition],
-        start_token_id: int,
         settings: EvaluationSettings,
-        task_start_ids: dict[str, int] | None = None,
+        task_start_ids: Mapping[str, int] | None = None,
     ):
-        self.compressor = compressor
-        self.tokenizer = tokenizer
-        self.conditions = list(conditions)
-        self.start_token_id = start_token_id
-        self.settings = settings
-        self.task_start_ids = task_start_ids or {}
+        self.compressor, self.tokenizer, self.settings = compressor, tokenizer, settings
+        self.conditions, self.task_start_ids = list(conditions), task_start_ids or {}
+        self.start_token_id = start_token_id(tokenizer)
         self._information: dict[tuple[int, ...], list[float]] = {}
         eos = tokenizer.eos_token_id
         self.pad_token_id = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -313,12 +308,12 @@ class Scorer:
         else:
             inputs["memory"] = memory
         logits = model(input_ids=input_ids, attention_mask=attention_mask, **inputs).logits[:, -longest - 1 : -1]
-        labels, target_mask = self._pad(targets, model.device)
-        labels = labels.masked_fill(target_mask == 0, _IGNORED)
-        hits = ((logits.argmax(-1) == labels) & (labels != _IGNORED)).sum(dim=1).tolist()
-        for row, sample in enumerate(samples):
-            tokens.nll[sample], tokens.counts[sample] = summed_nll(logits[row : row + 1], labels[row : row + 1])
-            tokens.hits[sample] = hits[row]
+        # One row at a time: a float32 copy of all logits would be the largest tensor of an evaluation.
+        for row, target, sample in zip(logits, targets, samples, strict=True):
+            scores, wanted = row[-len(target) :].float(), torch.tensor(target, device=row.device)
+            tokens.nll[sample] = float(cross_entropy(scores, wanted, reduction="sum"))
+            tokens.hits[sample] = int((scores.argmax(-1) == wanted).sum())
+            tokens.counts[sample] = len(target)
 
     def _write(
         self, model: PreTrainedModel, prompts: list[list[int]], memory: Any, limits: Sequence[int | None]

@@ -22,7 +22,7 @@ from ..data.prompts import format_prompt
 from ..data.rows import PassageText, read_rows, with_values
 from ..data.sources import DataSource, parse_sources
 from ..modeling.checkpoint.fingerprints import weights_fingerprint
-from ..modeling.parts.text_ids import start_token_id, text_tokenizer
+from ..modeling.parts.text_ids import text_tokenizer
 from ..reporting.environment import environment
 from ..reporting.result_files import write_json
 from .data_sets import data_set_name, load_datasets, source_in_report
@@ -78,7 +78,7 @@ def write_targets(
     # A file's column has one type.
     has_lists = any(is_list(table["context"].type) for table in tables)
     reader = Condition(FULL_CONTEXT, teacher.eval(), with_context=True)
-    scorer = Scorer(teacher, tokenizer, [reader], start_token_id(tokenizer), settings)
+    scorer = Scorer(teacher, tokenizer, [reader], settings)
     counts = Counter(rows=0, unfinished=0, empty=0, truncated=0)
     rows = (row for table, source in zip(tables, parsed, strict=True) for row in _row_by_row(table, source))
     path.parent.mkdir(parents=True, exist_ok=True)

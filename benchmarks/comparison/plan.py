@@ -195,7 +195,7 @@ class Comparison:
         return self.entry(name).get("ratios", self.table["ratios"])
 
     def memory_dtype(self, name: str) -> str:
-        """What memories of a system of the family are kept in."""
+        """Return the dtype that memories of a system of the family are kept in."""
         return self.entry(name).get("memory_dtype", "bfloat16")
 
     def trains(self, name: str) -> bool:
@@ -207,15 +207,15 @@ class Comparison:
         return self.trains(name) or "fit_scorers" in self.table["family"][name]
 
     def run_folder(self, name: str, seed: int) -> Path:
-        """Where a system's checkpoint and answers are."""
+        """Return the folder of a system's checkpoint and answers."""
         return self.folder / "family" / name / f"seed_{seed}"
 
     def checkpoint(self, name: str, seed: int) -> Path:
-        """What a system of the family answers with, and what those behind it go on from."""
+        """Return the checkpoint that a system answers with, and that those behind it continue."""
         return self.run_folder(self.entry(name).get("of", name), seed) / "run"
 
     def trials(self, name: str) -> dict[float, Path]:
-        """Where the trials of a system's learning rates are; they are those of the first seed."""
+        """Return the folders of a system's trials by learning rate; they are those of the first seed."""
         first = self.run_folder(name, self.arguments.seeds[0])
         return {rate: first / f"trial_{rate:g}" for rate in self.table["budget"]["learning_rates"]}
 
@@ -418,7 +418,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def name_of_row(row: Mapping[str, Any]) -> str:
-    """What the scores of a row's questions are kept under."""
+    """Return the key of a row's scores by question."""
     return f"{row['system']}/{row['ratio']}/{row['set']}"
 
 

@@ -119,14 +119,7 @@ def _samples(
 def training_examples(
     recipe: Sequence[str], data: Path, tokenizer: PreTrainedTokenizerBase, steps: int
 ) -> CompressionDataset:
-    """What a run of so many steps trains on, in its order.
-
-    Args:
-        recipe: files of the recipe.
-        data: folder with the data files.
-        tokenizer: the base's.
-        steps: of the optimizer.
-    """
+    """Return the examples that a recipe trains on in so many steps of the optimizer, in their order."""
     _, of_data, args = parse_recipe([*recipe, "--output_dir", "unused", "--data_dir", str(data), "--use_cpu", "true"])
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
     return CompressionDataset(
@@ -135,22 +128,16 @@ def training_examples(
 
 
 def counted(steps: int, recipe: Sequence[str], data: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Steps of a run, its examples, and their tokens of contexts and texts; arguments as `training_examples`."""
+    """Count the examples of a run, and their tokens of contexts and texts."""
     examples = training_examples(recipe, data, tokenizer, steps)
     tokens = sum(examples.num_tokens(examples[index]) for index in range(len(examples)))
     return {"steps": steps, "tokens": tokens, "examples": len(examples)}
 
 
 def steps_for(tokens: int, recipe: Sequence[str], data: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """What a run that reads about so many tokens comes to, see `counted`.
+    """Return `counted` of a run that reads about so many tokens.
 
     The length of texts grows with the share of the run that is done, so that the number is found by counting twice.
-
-    Args:
-        tokens: the budget.
-        recipe: files of the recipe.
-        data: folder with the data files.
-        tokenizer: the base's.
     """
     first = counted(max(1, tokens // _GUESSED_TOKENS), recipe, data, tokenizer)
     return counted(max(1, round(tokens * first["steps"] / first["tokens"])), recipe, data, tokenizer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison's result file: scores, intervals, costs and orderings."""
+"""The comparison's result file: scores, intervals, costs, paired differences and documents."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+from pyarrow.parquet import read_table
 
-from benchmarks.comparison.differences import against_no_context, ordering
-from benchmarks.comparison.documents import documents_of
+from benchmarks.comparison.peers import KEEP_DROP
 from benchmarks.comparison.plan import read_json, summary
 from benchmarks.comparison.scores import (
     METRICS,
     SECONDS,
     Scores,
     averaged_sets,
+    parsed_ratio,
     published_scores,
     questions_of,
     read_scores,
@@ -30,13 +31,19 @@ from benchmarks.comparison.scores import (
     whole,
 )
 from context_compressors.configuration.methods import config_class
+from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.evaluation.bootstrap import helps, percentile_interval, resampled_means
+from context_compressors.evaluation.held_out import Sources, check_sources
 from context_compressors.evaluation.metrics import teacher_normalized
 from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT
 from context_compressors.reporting.environment import environment
 
 _SETTINGS = ("base", "size", "ratios", "budget", "sets", "context_tokens", "timed_questions", "max_new_tokens")
 _OF_BASE = re.compile(r"(^|\.)(language_model|encoder_model|lm_head)\.")
+_FAMILY = "family"
+HOLDS, FAILS, OPEN, NOT_RUN = "higher", "lower", "inconclusive", "not run"
+# Of 2,000 the ends of an interval move by a tenth of a point from draw to draw, which turned a verdict.
+NUM_RESAMPLES = 10_000
 
 
 def gather(comparison: Any) -> dict[str, Any]:
@@ -141,7 +148,7 @@ def _kept(comparison: Any, published: Mapping[str, Any], scores: Scores) -> dict
 
 
 def _training(comparison: Any, name: str) -> dict[str, Any]:
-    """What a system was trained with: its trials, the chosen rate, and the runs of all seeds."""
+    """Return a system's trials, the chosen rate, and the runs of all seeds."""
     folders = {f"{rate:g}": folder for rate, folder in comparison.trials(name).items()}
     trials = {
         rate: trial["eval_loss"] for rate, folder in folders.items() if (trial := read_json(folder / "trial.json"))
@@ -166,7 +173,7 @@ def _training(comparison: Any, name: str) -> dict[str, Any]:
 
 
 def _carrier(comparison: Any, name: str) -> str | None:
-    """What a system's memories consist of, embeddings or key_values, if it has a checkpoint."""
+    """Return the form of a system's memories, embeddings or key_values, if it has a checkpoint."""
     method = read_json(comparison.checkpoint(name, comparison.arguments.seeds[0]) / "config.json").get("model_type")
     return config_class(method.removesuffix("_compressor")).carrier if method else None
 
@@ -260,3 +267,115 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
     return value
+
+
+# --- paired differences ---
+
+
+def ordering(pair: Sequence[str], scores: Scores, questions: Any, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare the F1 of two systems, at each ratio or at the ratios that end the names ("=4")."""
+    (first, _, ratio), (second, _, other) = (side.partition("=") for side in pair)
+    ratios = [(parsed_ratio(ratio), parsed_ratio(other))] if ratio else [(ratio, ratio) for ratio in table["ratios"]]
+    found = [
+        {
+            "ratio": one,
+            "second_ratio": two,
+            **_paired((first, one), (second, two), scores, questions, table),
+        }
+        for one, two in ratios
+    ]
+    return {"first": first, "second": second, "ratios": found}
+
+
+def _paired(
+    first: tuple[str, int | str],
+    second: tuple[str, int | str],
+    scores: Scores,
+    questions: Any,
+    table: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the mean over sets of the paired differences of F1."""
+    mine, theirs = (scores.get(name, {}).get(ratio, {}) for name, ratio in (first, second))
+    differences, resamples, num_questions = [], [], 0
+    for number, title in enumerate(averaged_sets(table)):
+        ids = whole(questions[title], mine.get(title, {}), theirs.get(title, {}))
+        if not ids:
+            return {"verdict": NOT_RUN}
+        values = [values_of(system[title], ids, "f1") for system in (mine, theirs)]
+        documents = [questions[title][id_]["document"] for id_ in ids]
+        better, worse = resampled_means(values, documents, num_resamples=NUM_RESAMPLES, seed=number)
+        resamples.append(better - worse)
+        differences.append(float(values[0].mean() - values[1].mean()))
+        num_questions += len(ids)
+    low, high = percentile_interval(np.mean(resamples, axis=0))
+    return {
+        "difference": fmean(differences),
+        "interval": [low, high],
+        "num_questions": num_questions,
+        "verdict": HOLDS if low > 0 else FAILS if high < 0 else OPEN,
+    }
+
+
+def against_no_context(
+    names: Sequence[str], scores: Scores, questions: Any, table: Mapping[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the difference to no context at each ratio, of the systems with scores by question."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in names:
+        for ratio in sorted(scores.get(name, {})):
+            at = _paired((name, ratio), (NO_CONTEXT, 0), scores, questions, table)
+            if "difference" in at:
+                kept = {"ratio": ratio, "difference": at["difference"], "interval": at["interval"]}
+                found.setdefault(name, []).append(kept)
+    return found
+
+
+# --- documents ---
+
+
+def documents_of(comparison: Any, questions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the IDs of each set and of the training and validation documents; missing ones stay as published.
+
+    All methods learn from the same examples, so that their documents are one list for each part. What the reader has
+    seen before stands in the record beside its weights, and not in these.
+
+    Args:
+        comparison: a `plan.Comparison`.
+        questions: of `scores.questions_of`.
+
+    Raises:
+        ValueError: a document of a set has trained or chosen.
+    """
+    published = comparison.published.get("documents_apart", {"documents": {}, "held_out": {}})
+    earlier, held_out = published["documents"], published["held_out"]
+    seen = TrainingDocuments(
+        *(set(earlier.get(part, "").split()) for part in ("trained", "chose")),
+        is_whole=held_out.get(_FAMILY, {}).get("record") != "in part",
+    )
+    reader, names = TrainingDocuments.of(comparison.peers / "reader"), comparison.table["family"]
+    runs = [comparison.checkpoint(name, seed) for name in names for seed in comparison.arguments.seeds]
+    for record in filter(None, [reader, *map(TrainingDocuments.of, runs)]):
+        seen.add(record)
+    before = reader or TrainingDocuments()
+    parts = {"trained": seen.trained - before.trained, "chose": seen.chose - before.chose}
+    of_sets = {
+        title: _reported(comparison, title, of_set.values()) or set(earlier.get(title, "").split())
+        for title, of_set in questions.items()
+    }
+    records = {comparison.reader_name: reader, **({_FAMILY: seen} if any(parts.values()) else {})}
+    records[KEEP_DROP.name] = TrainingDocuments.of(KEEP_DROP)
+    found = check_sources({title: [Sources(title, tuple(ids))] for title, ids in of_sets.items()}, records)
+    if reader is None:
+        found |= {name: said for name, said in held_out.items() if name == comparison.reader_name}
+    documents = {part: " ".join(sorted(ids)) for part, ids in (of_sets | parts).items() if ids}
+    return {"model": comparison.reader_name, "held_out": found, "documents": documents}
+
+
+def _reported(comparison: Any, title: str, questions: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the IDs of a set: its contexts, or the texts of its windows where the data are available."""
+    entry = comparison.table["sets"][title]
+    if entry["task"] != "reconstruction":
+        return {document_id(question["context"]) for question in questions}
+    file = comparison.data / entry["path"]
+    texts = {row["id"]: row["text"] for row in read_table(file).to_pylist()} if file.is_file() else {}
+    return {document_id(texts[question["document"]]) for question in questions if question["document"] in texts}

@@ -145,11 +145,7 @@ class Queue:
         return status
 
     def end(self, number: int, frame: Any) -> None:
-        """What a signal to stop does: it ends all jobs, and this process.
-
-        Raises:
-            SystemExit: always, and only once: `timeout` sends its signal twice.
-        """
+        """End all jobs and this process, once: `timeout` sends its signal twice."""
         signal.signal(number, signal.SIG_IGN)
         self._is_over = True
         for process in tuple(self._running):

@@ -10,8 +10,10 @@ answered from memories at every ratio and from the full text, by the same decode
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,6 @@ import torch
 from transformers import Pipeline
 
 from benchmarks.answer_ten_questions.measure import num_shared
-from benchmarks.common.answers import AnswerLines
 from benchmarks.common.questions import questions_by_context
 from benchmarks.common.tools import add_output_argument, positive_int, save_and_report, script_parser, tells_errors
 from context_compressors.demo import load
@@ -36,6 +37,27 @@ NEW_TOKENS = 24
 LEAST_DOCUMENTS = 4
 # Tokens left for the opening of the chat template.
 _OPENING = 48
+
+
+class AnswerLines:
+    """JSON lines of a file that a stopped run resumes from; the first has the settings, which must be the same."""
+
+    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]):
+        self._path = Path(path)
+        header = {"settings": dict(settings)}
+        text = self._path.read_text(encoding="utf-8") if self._path.is_file() else ""
+        # A kill leaves an unfinished last line.
+        known = [json.loads(line) for line in text.split("\n")[:-1]]
+        if known and known[0] != json.loads(json.dumps(header)):
+            raise ValueError(f"{path} has answers to {known[0]}, not to {header}: take another file, or delete it")
+        self.lines: list[dict[str, Any]] = known[1:]
+        self._path.write_text("".join(json.dumps(line) + "\n" for line in known or [header]), encoding="utf-8")
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Append an answer."""
+        self.lines.append(dict(line))
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def window(lengths: Sequence[int], middle: int, most: int, draw: random.Random) -> range:

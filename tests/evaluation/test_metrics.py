@@ -4,11 +4,9 @@
 import numpy as np
 import pytest
 import sacrebleu
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rouge_score import rouge_scorer
-from torch.nn import functional
 
 from context_compressors.evaluation.metrics import (
     bleu_counts,
@@ -17,7 +15,6 @@ from context_compressors.evaluation.metrics import (
     prefix_exact_match,
     rouge_lsum,
     squad_scores,
-    summed_nll,
     teacher_normalized,
 )
 
@@ -90,16 +87,6 @@ def test_prefix_exact_match_is_the_share_before_the_first_mistake():
     assert prefix_exact_match([[-1, *reference[1:]]], [reference]) == 0.0
     assert prefix_exact_match([reference[:384], [*reference, 7]], [reference, reference]) == 87.5
     assert prefix_exact_match([[]], [reference]) == 0.0
-
-
-def test_summed_nll_equals_plain_cross_entropy():
-    torch.manual_seed(0)
-    logits, labels = torch.randn(3, 7, 11), torch.randint(0, 11, (3, 7))
-    labels[0, :4] = -100
-    labels[2] = -100
-    total, count = summed_nll(logits, labels)
-    expected = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    assert (total, count) == (pytest.approx(float(expected), rel=1e-5), 10)
 
 
 @pytest.mark.parametrize(("score", "expected"), [(71.66, 0.947923), (70.55, 0.926273), (45.92, 0.445875)])

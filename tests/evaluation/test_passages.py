@@ -34,7 +34,7 @@ def test_an_evaluation_compresses_each_passage_alone(source, model, tokenizer):
     cut = SampleBuilder(tokenizer, replace(settings, truncate_context=True, max_context_tokens=9))
     (short,) = cut.build(data, "question_answering")
     assert short.passages == [sample.passages[0][:9]]
-    scorer = Scorer(model, tokenizer, [Condition("ratio=4", model, ratio=4)], tokenizer.bos_token_id, settings)
+    scorer = Scorer(model, tokenizer, [Condition("ratio=4", model, ratio=4)], settings)
     memory = scorer._compress([sample])[4]
     rows = [[*context_start_ids(tokenizer), *ids] for ids in sample.passages]
     alone = [model.compress(torch.tensor([row]), ratio=4).embeddings for row in rows]
