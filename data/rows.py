@@ -15,7 +15,7 @@ import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import nearest
-from ..modeling.parts.chat_template import DOCUMENT_END
+from ..modeling.parts.prompting import DOCUMENT_END
 from ..modeling.parts.text_ids import encode, encode_all
 from .columns import (
     column_of,

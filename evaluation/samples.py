@@ -15,9 +15,8 @@ from ..data.document_ids import document_id, ends_as_source, source_ids
 from ..data.prompts import TASKS, format_prompt
 from ..data.rows import PassageText, answer_text
 from ..data.sources import is_of_benchmark
-from ..modeling.parts.chat_template import before_answer
-from ..modeling.parts.chat_template import prompt_ids as make_prompt_ids
-from ..modeling.parts.prompting import cut_passages
+from ..modeling.parts.prompting import before_answer, cut_passages
+from ..modeling.parts.prompting import prompt_ids as make_prompt_ids
 from ..modeling.parts.text_ids import encode, prefix_ids
 from .metrics import BenchmarkMetric, benchmark_max_new_tokens, benchmark_metric
 from .settings import WRITTEN_TASKS, EvaluationSettings

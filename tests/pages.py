@@ -151,7 +151,7 @@ def stand_in_checkpoints(small: Path, folder: Path) -> None:
     """
     from transformers import AutoTokenizer
 
-    from context_compressors.modeling.parts.chat_template import opening_ids
+    from context_compressors.modeling.parts.prompting import opening_ids
 
     names = {f"checkpoints/{name}": "mean_pooling" for name in CHECKPOINTS}
     for name, model in {BASE: "base", **names}.items():

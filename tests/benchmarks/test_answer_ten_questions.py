@@ -12,8 +12,7 @@ from context_compressors.data.task_tokens import add_task_tokens
 from context_compressors.demo import load
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-from context_compressors.modeling.parts.chat_template import opening_ids
-from context_compressors.modeling.parts.prompting import question_ids
+from context_compressors.modeling.parts.prompting import opening_ids, question_ids
 
 CHAT = (
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"

@@ -16,7 +16,7 @@ from ...configuration.nearest_names import check_choice
 from ...data.task_tokens import text_starts
 from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from ...modeling.memory.compressed_context import CompressedContext
-from ...modeling.parts.chat_template import DOCUMENT_END, before_answer, chat_ids, prompt_ids
+from ...modeling.parts.prompting import DOCUMENT_END, before_answer, chat_ids, prompt_ids
 from ...modeling.parts.text_ids import context_start_ids as find_context_start_ids
 from ...modeling.parts.text_ids import encode, prefix_ids, text_tokenizer
 from ...modeling.parts.text_ids import start_token_id as find_start_token_id

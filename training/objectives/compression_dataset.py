@@ -18,8 +18,7 @@ from ...data.rows import FileSource, draw_document, places
 from ...data.sources import DataSource
 from ...data.synthetic_documents import GeneratedDocument
 from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
-from ...modeling.parts.chat_template import DOCUMENT_END, before_answer, prompt_ids
-from ...modeling.parts.prompting import cut_passages
+from ...modeling.parts.prompting import DOCUMENT_END, before_answer, cut_passages, prompt_ids
 from ...modeling.parts.text_ids import encode, prefix_ids, text_tokenizer
 from ..fields import DataArguments, scheduled_length
 
