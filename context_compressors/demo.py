@@ -30,7 +30,6 @@ from .reporting.tables import markdown_table
 
 CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "smollm2-135m-instruct-ranked-key-values"
 PAGES = Path(__file__).resolve().parent / "demo_documents"
-FULL_TEXT = "full text"
 NEW_TOKENS = 16
 # Tokens by width by feed-forward width of a small language model.
 _PRODUCT_SHAPE = (256, 576, 1536)
@@ -46,17 +45,17 @@ class Page:
     questions: tuple[str, ...]
     answers: tuple[tuple[str, ...], ...]
 
+    @property
+    def example(self) -> dict[str, Any]:
+        """Return the page as `create_app` takes it."""
+        pairs = zip(self.questions, self.answers, strict=True)
+        questions = [{"question": question, "answers": answers} for question, answers in pairs]
+        return {"title": self.title, "text": self.text, "questions": questions}
+
 
 @dataclass(frozen=True)
 class Reading:
-    """A page read in one way, "full text" or at a ratio such as "4x", and asked.
-
-    Args:
-        num_places: tokens or slots that stand for the page in the language model's context.
-        num_bytes: of the text in UTF-8, or of the memory.
-        seconds: mean time of an answer, compression apart.
-        right: whether each answer holds one that counts as right.
-    """
+    """A page read as "full text" or at a ratio such as "4x", and asked: tokens or slots, bytes, and mean seconds."""
 
     name: str
     num_places: int
@@ -67,7 +66,7 @@ class Reading:
 
 
 def read_pages(folder: Path = PAGES) -> list[Page]:
-    """The pages of a folder, the shortest first: Markdown files that start with their title and questions in YAML."""
+    """Return the pages of a folder, the shortest first: Markdown files that start with title and questions in YAML."""
     pages = []
     for path in sorted(folder.glob("*.md")):
         _, head, text = path.read_text(encoding="utf-8").split("---\n", 2)
@@ -84,10 +83,7 @@ def fetch_base(checkpoint: str | os.PathLike) -> None:
     """Fetch the base of a light checkpoint, if it is not on this machine."""
     file = Path(checkpoint).expanduser() / "config.json"
     if not file.is_file():
-        raise ValueError(
-            f"there is no checkpoint in {file.parent}: run the demo in a clone of the repository, which has one in "
-            f"checkpoints/{CHECKPOINT.name}"
-        )
+        raise ValueError(f"there is no checkpoint in {file.parent}: run the demo in a clone of the repository")
     config = json.loads(file.read_text(encoding="utf-8"))
     for base in (config.get("external_weights") or {}).values():
         if base["repo_id"] is not None:
@@ -95,16 +91,13 @@ def fetch_base(checkpoint: str | os.PathLike) -> None:
 
 
 def fastest_dtype(device: torch.device | str) -> torch.dtype:
-    """bfloat16 where matrix products are faster in it than in float32, else float32.
-
-    Processors with instructions for bfloat16 take half as long or less; on all others it takes several times as long.
-    """
+    """Return bfloat16 where matrix products are faster in it than in float32, and else float32."""
     times = {dtype: _seconds(dtype, torch.device(device)) for dtype in (torch.float32, torch.bfloat16)}
     return min(times, key=times.__getitem__)
 
 
 def _seconds(dtype: torch.dtype, device: torch.device) -> float:
-    """Seconds of a matrix product, the least of several, since other programs only add to it."""
+    """Return the seconds of a matrix product, the least of several."""
     rows, inner, columns = _PRODUCT_SHAPE
     left = torch.ones(rows, inner, dtype=dtype, device=device)
     right = torch.ones(columns, inner, dtype=dtype, device=device)
@@ -138,9 +131,7 @@ def read_page(pipe: Pipeline, page: Page) -> list[Reading]:
     """Ask a page's questions from its full text, and from a memory at every ratio of the checkpoint."""
     memories = pipe.compress(page.text, ratio=sorted(pipe.model.config.compression_ratios))
     full_text = {"context": page.text, "full_text": True}
-    ways: list[tuple[str, int, int, dict[str, Any]]] = [
-        (FULL_TEXT, len(pipe.document_ids(page.text)[0]), len(page.text.encode()), full_text)
-    ]
+    ways: list[Any] = [("full text", len(pipe.document_ids(page.text)[0]), len(page.text.encode()), full_text)]
     ways += [(f"{memory.ratio}x", int(memory.num_slots[0]), memory.nbytes, {"memory": memory}) for memory in memories]
     readings = []
     for name, num_places, num_bytes, source in ways:
@@ -156,7 +147,7 @@ def read_page(pipe: Pipeline, page: Page) -> list[Reading]:
 
 
 def page_lines(page: Page, readings: Sequence[Reading]) -> str:
-    """A page's questions with all answers below each other, `+` before those that are right."""
+    """Return a page's questions with all answers below each other, `+` before those that are right."""
     width, lines = max(len(reading.name) for reading in readings), []
     for index, question in enumerate(page.questions):
         lines.append(f"{question}  (right: {page.answers[index][0]})")
@@ -167,14 +158,13 @@ def page_lines(page: Page, readings: Sequence[Reading]) -> str:
 
 
 def summary_table(readings: Sequence[Sequence[Reading]]) -> str:
-    """All pages together: answers right, and the mean of what a page costs."""
+    """Return the table of all pages: answers right, and the mean of what a page costs."""
     rows = []
     for column in zip(*readings, strict=True):
         right = [mark for reading in column for mark in reading.right]
         share = f"{sum(right)} of {len(right)} ({100 * fmean(right):.0f} %)"
-        places, sizes, seconds = (
-            fmean(vars(reading)[name] for reading in column) for name in ("num_places", "num_bytes", "seconds")
-        )
+        names = ("num_places", "num_bytes", "seconds")
+        places, sizes, seconds = (fmean(vars(reading)[name] for reading in column) for name in names)
         rows.append([column[0].name, share, f"{places:.0f}", f"{sizes / 1000:,.1f}", f"{seconds:.2f}"])
     header = ["read as", "answers right", "tokens or slots", "kB kept", "seconds for an answer"]
     return markdown_table(header, rows)

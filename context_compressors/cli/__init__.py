@@ -34,43 +34,25 @@ _COMMANDS = {
 
 _OPTIONS = ("--help", "--version", "--traceback")
 
-_EXAMPLES = """\
-examples:
-  context-compressors train recipe.yaml --learning_rate 1e-4
-  context-compressors evaluate --help
-  context-compressors compress my-compressor report.txt --ratio 8 --output memories
-  context-compressors ask my-compressor memories/report.safetensors --question "Who wrote it?"
+_HELP = """\
+usage: context-compressors [--help] [--version] [--traceback] COMMAND ...
+
+Soft context compressors: read a long context once, answer from a few vectors.
+
+commands:
+{commands}
 
 `context-compressors COMMAND --help` tells a command's options. `--traceback` before the command shows where in the
 code an error came from, instead of its message alone."""
 
 
 def _help() -> str:
-    width = max(map(len, _COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: context-compressors [--help] [--version] [--traceback] COMMAND ...",
-            "",
-            "Soft context compressors: read a long context once, answer from a few vectors.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            _EXAMPLES,
-        ]
-    )
+    lines = [f"  {name:<{max(map(len, _COMMANDS))}}  {text}" for name, (_, text) in _COMMANDS.items()]
+    return _HELP.format(commands="\n".join(lines))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a sub-command.
-
-    Args:
-        argv: the arguments after the program's name; `sys.argv[1:]` when None.
-
-    Returns:
-        the exit code: 0 done, 1 refused with a message, 2 wrong arguments, 130 interrupted.
-    """
+    """Run a sub-command; return 0 done, 1 refused with a message, 2 wrong arguments, or 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = arguments[:1] == ["--traceback"]
     if show_traceback:

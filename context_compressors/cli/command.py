@@ -16,7 +16,7 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 
 class NearestNameParser(argparse.ArgumentParser):
-    """An `ArgumentParser` without abbreviations, which refuses an unknown option with the nearest right one."""
+    """An `ArgumentParser` without abbreviations that exits with 2 and the nearest name for an unknown option."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
@@ -24,7 +24,6 @@ class NearestNameParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # argparse types it by the namespace that it is given
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse the arguments; exits with code 2 and the nearest right name when one is unknown."""
         # Intermixed: options may stand between or after the files.
         parsed, unknown = self.parse_known_intermixed_args(args, namespace)
         if unknown:
@@ -69,7 +68,7 @@ def positive_int(text: str) -> int:
 
 
 def check_outputs(paths: Iterable[str | None], overwrite: bool) -> None:
-    """Raise `ValueError` before anything is computed where a file is a folder, or is there and may not be replaced."""
+    """Raise `ValueError` for a file that is a folder, or that is there and may not be replaced."""
     for path in map(Path, filter(None, paths)):
         if path.is_dir():
             raise ValueError(f"{path} is a folder: name a file")
@@ -115,28 +114,12 @@ def device_name(text: str) -> str:
 
 
 # Arguments that several commands have.
-DEVICE = argument(
-    "--device",
-    type=device_name,
-    default="auto",
-    help="such as cpu or cuda:0 (default: an accelerator if there is one)",
-)
-DTYPE = argument(
-    "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="(default: as saved)"
-)
-BASE_MODEL = argument(
-    "--base-model",
-    metavar="MODEL",
-    help="Hub id or folder of a light checkpoint's base (default: as the checkpoint says)",
-)
+DEVICE = argument("--device", type=device_name, default="auto", help="such as cuda:0 (default: an accelerator)")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE = argument("--dtype", default="auto", choices=_DTYPES, help="(default: as saved)")
+BASE_MODEL = argument("--base-model", metavar="MODEL", help="of a light checkpoint (default: as the checkpoint says)")
 MODEL = argument("model", help="folder of a compressor, or its Hub id, also ID@REVISION")
 # Of what loads a compressor.
 LOADING = (BASE_MODEL, DEVICE, DTYPE)
-COLUMN = argument(
-    "--column", default="context", help="column of .jsonl and .parquet files with the text (default: %(default)s)"
-)
-MAX_TOKENS = argument(
-    "--max-tokens", type=positive_int, metavar="N", help="keep only so many tokens of each document (default: all)"
-)
-
+COLUMN = argument("--column", default="context", help="of .jsonl and .parquet files (default: %(default)s)")
 OVERWRITE = argument("--overwrite", action="store_true", help="replace what is there")

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 Systems = dict[str, list[list["SampleAnswers"]]]
 
 _EXAMPLES = """
-# Slots at 4x beside truncated text, BM25 sentences and the full text, on the same questions:
 context-compressors compare answers.jsonl --conditions ratio=4 cut=4 bm25=4 full_context
 
 # Two checkpoints at every ratio that both have; three seeds of the first one, two of the second:
@@ -48,7 +47,7 @@ def _read(values: Sequence[str]) -> dict[tuple[str, str], Systems]:
     """(Data set, task) -> systems, of those that are in all files."""
     from ..evaluation.rows import read_answers
 
-    found: dict[tuple[str, str], Systems] = {}
+    parts: dict[tuple[str, str], Systems] = {}
     files: dict[str, int] = {}
     for value in values:
         name, _, path = value.rpartition("=")
@@ -59,9 +58,9 @@ def _read(values: Sequence[str]) -> dict[tuple[str, str], Systems]:
         for sample in read_answers(path):
             by_part.setdefault((sample.dataset, sample.task), []).append(sample)
         for part, samples in by_part.items():
-            found.setdefault(part, {}).setdefault(name, []).append(samples)
-    in_all = {part: s for part, s in found.items() if {name: len(runs) for name, runs in s.items()} == files}
-    if partly := [f"{dataset!r}, {task}" for dataset, task in found if (dataset, task) not in in_all]:
+            parts.setdefault(part, {}).setdefault(name, []).append(samples)
+    in_all = {part: s for part, s in parts.items() if {name: len(runs) for name, runs in s.items()} == files}
+    if partly := [f"{dataset!r}, {task}" for dataset, task in parts if (dataset, task) not in in_all]:
         print(f"left out, since not all files have it: {'; '.join(partly)}", file=sys.stderr)
     return in_all
 
@@ -85,19 +84,8 @@ def _with_interval(value: float, interval: tuple[float, float]) -> str:
     "compare",
     "Compare conditions of an evaluation, or systems, on the very same samples: scores and their difference, with "
     "95 % bootstrap intervals over documents and seeds, and whether the first is better, worse, or inconclusive.",
-    argument(
-        "answers",
-        nargs="+",
-        metavar="[NAME=]FILE",
-        help="what `evaluate --keep-answers` wrote; files of one NAME are seeds of one system",
-    ),
-    argument(
-        "--conditions",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="such as ratio=4 bm25=4: of one system the first beside the others, of several each (default: all)",
-    ),
+    argument("answers", nargs="+", metavar="[NAME=]FILE", help="of `evaluate --keep-answers`; one NAME is one system"),
+    argument("--conditions", nargs="+", default=[], metavar="NAME", help="such as ratio=4 bm25=4 (default: all)"),
     argument("--output", metavar="FILE", help="write the differences as JSON"),
     OVERWRITE,
     examples=_EXAMPLES,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..configuration.nearest_names import nearest
-from .command import COLUMN, LOADING, MAX_TOKENS, MODEL, OVERWRITE, argument, command, positive_int
+from .command import COLUMN, LOADING, MODEL, OVERWRITE, argument, command, positive_int
 from .loading import load_pipeline
 
 if TYPE_CHECKING:
@@ -41,22 +40,10 @@ cat report.txt | context-compressors compress my-compressor --output memories
         help="text files, .jsonl or .parquet files (one document a row), or - for standard input, the default",
     ),
     argument("--output", default="memories", help="folder of the memory files (default: %(default)s)"),
-    argument(
-        "--ratio",
-        type=positive_int,
-        action="append",
-        metavar="R",
-        help="context tokens per slot; give it again for several ratios from "
-        "one reading (default: the model's default)",
-    ),
-    argument(
-        "--by-document",
-        action="store_true",
-        help="name files by the document's id, which the field `memories` of a training finds, and compress each once",
-    ),
+    argument("--ratio", type=positive_int, action="append", metavar="R", help="tokens per slot; may be repeated"),
+    argument("--by-document", action="store_true", help="name files by ids, for the field `memories` of a training"),
     OVERWRITE,
     COLUMN,
-    MAX_TOKENS,
     *LOADING,
     examples=_EXAMPLES,
 )
@@ -77,7 +64,7 @@ def compress(arguments: argparse.Namespace) -> None:
     pipe.check_serves_memories("a memory file without one answers nothing: `ask` about the document itself")
     ratios = ratios or [pipe.model.config.default_ratio]
     num_tokens = num_slots = num_bytes = 0
-    for index, memories in compress_all(pipe, documents, ratios, arguments.max_tokens):
+    for index, memories in compress_all(pipe, documents, ratios):
         num_tokens += int(memories[0].num_context_tokens)
         for path, memory in zip(paths[index], memories, strict=True):
             memory.save(path)
@@ -93,12 +80,7 @@ def compress(arguments: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Document:
-    """One document.
-
-    Args:
-        name: file name without its suffix, with the row's number where a file holds several documents.
-        text: the whole text.
-    """
+    """A document's text, and its file's name without the suffix, with the row's number where it holds several."""
 
     name: str
     text: str
@@ -150,30 +132,20 @@ def _memory_paths(documents: list[Document], ratios: list[int], folder: Path, ov
 
 
 def compress_all(
-    pipe: ContextCompressionQAPipeline, documents: list[Document], ratios: list[int], max_tokens: int | None
+    pipe: ContextCompressionQAPipeline, documents: list[Document], ratios: list[int]
 ) -> Iterator[tuple[int, list[CompressedContext]]]:
     """Compress documents in batches of similar length; yield the index and the memories of each."""
     from tqdm.auto import tqdm
 
     from ..modeling.parts.length_batches import length_batches
 
-    pipe.check_max_tokens(max_tokens)
-    rows = pipe.document_ids([document.text for document in documents], max_tokens)
-    report_cut(rows, max_tokens)
-    rows = [row[:max_tokens] for row in rows]
+    rows = pipe.document_ids([document.text for document in documents])
     with tqdm(total=len(rows), unit="document", disable=None) as progress:
         for batch in length_batches([len(row) for row in rows], _BATCH_SIZE):
             memories: Any = pipe.compress_ids([rows[index] for index in batch], ratios)
             for row, index in enumerate(batch):
                 yield index, [memory.rows(row) for memory in memories]
             progress.update(len(batch))
-
-
-def report_cut(rows: Sequence[Sequence[int]], limit: int | None) -> None:
-    """Say how many documents are cut to a limit."""
-    num_cut = sum(len(row) > limit for row in rows) if limit else 0
-    if num_cut:
-        print(f"cut {num_cut} of {len(rows)} documents to their first {limit} tokens", file=sys.stderr)
 
 
 _ASK_EXAMPLES = """
@@ -188,33 +160,12 @@ context-compressors ask my-compressor memories/*.safetensors < questions.txt
     "ask",
     "Answer questions from memory files or documents.",
     MODEL,
-    argument(
-        "sources",
-        nargs="+",
-        help="memory files (.safetensors), and documents, which are compressed first; each is asked, and the "
-        "likeliest answer is printed",
-    ),
-    argument(
-        "--question",
-        action="append",
-        help="a question; give it again for several. Without it, questions are read line by line from standard input",
-    ),
-    argument(
-        "--ratio",
-        type=positive_int,
-        metavar="R",
-        help="context tokens per slot, of documents and of memory files that hold it",
-    ),
-    argument(
-        "--full-text",
-        action="store_true",
-        help="compress nothing: answer from the documents' own tokens, which is what slots are measured by",
-    ),
-    argument(
-        "--max-new-tokens", type=positive_int, default=64, help="longest answer in tokens (default: %(default)s)"
-    ),
+    argument("sources", nargs="+", help="memory files and documents; each is asked, and the likeliest answer printed"),
+    argument("--question", action="append", help="may be repeated (default: line by line from standard input)"),
+    argument("--ratio", type=positive_int, metavar="R", help="context tokens per slot"),
+    argument("--full-text", action="store_true", help="compress nothing: answer from the documents' own tokens"),
+    argument("--max-new-tokens", type=positive_int, default=64, help="of an answer (default: %(default)s)"),
     COLUMN,
-    MAX_TOKENS,
     *LOADING,
     examples=_ASK_EXAMPLES,
 )
@@ -225,9 +176,6 @@ def ask(arguments: argparse.Namespace) -> None:
     is_memory = [source.endswith(MEMORY_SUFFIX) for source in arguments.sources]
     if arguments.full_text and (arguments.ratio or any(is_memory)):
         raise ValueError("--full-text reads documents, not memory files, and at no --ratio")
-    for source in itertools.compress(arguments.sources, is_memory):
-        if not Path(source).is_file():
-            raise ValueError(f"there is no memory file {source}")
     documents = {
         source: read_documents([source], arguments.column)
         for source, memory in zip(arguments.sources, is_memory, strict=True)
@@ -235,7 +183,10 @@ def ask(arguments: argparse.Namespace) -> None:
     }
     pipe = load_pipeline(arguments, [arguments.ratio] if documents else [])
     if pipe.model.config.compresses_questions or arguments.full_text:
-        read = _documents_alone(pipe, documents, arguments)
+        if any(is_memory):
+            pipe.check_serves_memories("so that memory files are not asked: give a document")
+        texts = [document.text for source in arguments.sources for document in documents[source]]
+        read = {"context": texts, "full_text": arguments.full_text, "ratio": arguments.ratio}
     else:
         read = {"memory": _gather_memories(pipe, documents, arguments)}
     for question in arguments.question or _questions():
@@ -243,35 +194,16 @@ def ask(arguments: argparse.Namespace) -> None:
         print(answer["answer"], flush=True)
 
 
-def _documents_alone(
-    pipe: ContextCompressionQAPipeline, documents: dict[str, list[Document]], arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """The pipeline's arguments for documents without memories: their full text, or one that is compressed with a
-    question."""
-    if any(source not in documents for source in arguments.sources):
-        pipe.check_serves_memories("so that memory files are not asked: give a document")
-    texts = [document.text for source in arguments.sources for document in documents[source]]
-    pipe.check_max_tokens(arguments.max_tokens)
-    report_cut(pipe.document_ids(texts, arguments.max_tokens), arguments.max_tokens)
-    return {
-        "context": texts,
-        "full_text": arguments.full_text,
-        "ratio": arguments.ratio,
-        "max_tokens": arguments.max_tokens,
-    }
-
-
 def _gather_memories(
     pipe: ContextCompressionQAPipeline, documents: dict[str, list[Document]], arguments: argparse.Namespace
 ) -> list[CompressedContext]:
-    """The memories of all sources, in the order given."""
+    """Return the memories of all sources, in the order given."""
     ratios = [arguments.ratio or pipe.model.config.default_ratio]
     memories: list[CompressedContext] = []
     for source in arguments.sources:
         if source in documents:
-            texts = documents[source]
-            compressed = dict(compress_all(pipe, texts, ratios, arguments.max_tokens))
-            memories.extend(compressed[index][0] for index in range(len(texts)))
+            compressed = dict(compress_all(pipe, documents[source], ratios))
+            memories.extend(compressed[index][0] for index in range(len(compressed)))
         else:
             memory = pipe.load_memory(source)
             memories.append(memory if arguments.ratio is None else memory.at_ratio(arguments.ratio))

@@ -7,7 +7,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +18,11 @@ if TYPE_CHECKING:
 # Fields of a job, of its columns and of `CorpusCompressor`, and where failed rows are listed.
 _OF_JOB = ("batch_size", "commit_seconds", "commit_bytes")
 _LOADING = ("device", "dtype", "revision", "base_model")
-_OF_COMPRESSOR = ("batch_tokens", "max_tokens", "keep_texts", "memory_dtype", "allow_untrained_ratio", *_LOADING)
+_OF_COMPRESSOR = ("batch_tokens", "keep_texts", "memory_dtype", *_LOADING)
 _CONFIG = (*_OF_JOB, *_OF_COMPRESSOR, "metadata", "failures")
 
 _EXAMPLES = """
 context-compressors compress-corpus pages.parquet --model my-compressor --store pages.lance --ratio 4
-context-compressors compress-corpus texts/ more.jsonl --model my-compressor --store pages.lance --ratio 4
 context-compressors compress-corpus rajpurkar/squad:validation --column context --id-column id \\
     --model my-compressor --store squad.lance --ratio 8 --config '{memory_dtype: int4, metadata: [title]}'
 """
@@ -45,18 +43,9 @@ context-compressors compress-corpus rajpurkar/squad:validation --column context 
     argument("--store", required=True, help="the store, a folder or an address such as s3://bucket/pages.lance"),
     argument("--ratio", type=positive_int, required=True, metavar="R", help="context tokens per slot"),
     argument("--column", default="text", help="with the text, of files of rows (default: %(default)s)"),
-    argument(
-        "--id-column", metavar="COLUMN", help="with the rows' ids (default: the file's name and the row's number)"
-    ),
-    argument(
-        "--engine", choices=("local", "ray"), default="local", help="ray: the cluster of $RAY_ADDRESS (default: local)"
-    ),
-    argument(
-        "--workers",
-        type=positive_int,
-        metavar="N",
-        help="processes with a model each (default: one for each GPU, or a single one, with all cores)",
-    ),
+    argument("--id-column", metavar="COLUMN", help="with the rows' ids (default: file name and row number)"),
+    argument("--engine", choices=("local", "ray"), default="local", help="(default: local; Ray's at $RAY_ADDRESS)"),
+    argument("--workers", type=positive_int, metavar="N", help="processes with a model (default: one for each GPU)"),
     config_argument(
         f"rare settings: {', '.join(_CONFIG)} (failed rows; default: STORE.failed.jsonl)", "{memory_dtype: int4}"
     ),
@@ -71,8 +60,7 @@ def compress_corpus(arguments: argparse.Namespace) -> None:
 
     fields = config_fields(arguments.config, _CONFIG)
     import_lance()
-    if not fields.get("allow_untrained_ratio"):
-        check_ratios(arguments.model, [arguments.ratio])
+    check_ratios(arguments.model, [arguments.ratio])
     job = CorpusJob(
         tuple(arguments.inputs),
         arguments.store,
@@ -100,10 +88,8 @@ def compress_corpus(arguments: argparse.Namespace) -> None:
     )
     num_read = len(total.failures) + total.num_rows + total.num_there
     if 2 * len(total.failures) > num_read:
-        raise ValueError(
-            f"{len(total.failures):,} of {num_read:,} rows failed; the first, {total.failures[0][0]!r}: "
-            f"{total.failures[0][1]}"
-        )
+        name, reason = total.failures[0]
+        raise ValueError(f"{len(total.failures):,} of {num_read:,} rows failed; the first, {name!r}: {reason}")
 
 
 def _devices(device: str | None, workers: int | None) -> list[str]:
@@ -118,25 +104,20 @@ def _devices(device: str | None, workers: int | None) -> list[str]:
 
 
 def _follow(reports: Iterable[CorpusReport], path: str) -> CorpusReport:
-    """The sum of all reports; each is shown as it comes, and its failed rows are written down."""
+    """Show each report as it comes, write down its failed rows, and return the sum of all."""
     from tqdm.auto import tqdm
 
     from ..corpus.compress_corpus import CorpusReport
 
-    total, reports = CorpusReport(), iter(reports)
+    total = CorpusReport()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    # It can be written, and what an earlier run wrote there stays until this one has begun.
-    open(path, "a", encoding="utf-8").close()
-    first = next(reports, CorpusReport())
     with open(path, "w", encoding="utf-8") as file, tqdm(unit="row", disable=None) as progress:
-        for report in chain([first], reports):
+        for report in reports:
             total += report
             for name, error in report.failures:
                 file.write(json.dumps({"id": name, "error": error}, ensure_ascii=False) + "\n")
             file.flush()
             progress.update(report.num_rows)
-            speed = total.num_tokens / max(total.seconds, 1e-9)
-            progress.set_postfix_str(f"{speed:,.0f} tokens/s, {len(total.failures)} failed")
             if progress.disable:
-                print(f"{total.num_rows:,} rows, {progress.postfix or ''}".rstrip(", "), file=sys.stderr)
+                print(f"{total.num_rows:,} rows, {len(total.failures):,} failed", file=sys.stderr)
     return total

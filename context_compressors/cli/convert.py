@@ -25,5 +25,5 @@ def convert(arguments: argparse.Namespace) -> None:
     """Run `context-compressors convert`."""
     from ..modeling.checkpoint import published_formats
 
-    found = published_formats.convert(arguments.name, arguments.output, arguments.base)
-    print(f"wrote {arguments.output}, of the format {found}")
+    kind = published_formats.convert(arguments.name, arguments.output, arguments.base)
+    print(f"wrote {arguments.output}, of the format {kind}")

@@ -10,10 +10,7 @@ from .command import OVERWRITE, argument, command
 _EXAMPLES = """
 context-compressors data
 context-compressors data hotpotqa hotpotqa_train.parquet --supporting-passages
-
-# Files as their authors publish them, in place of the Hub:
 context-compressors data quac quac_train.parquet --source train_v0.2.json
-context-compressors data mediasum mediasum_test.parquet --split test --source MediaSum/data/news_dialogue.json
 """
 
 

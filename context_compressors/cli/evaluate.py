@@ -11,20 +11,9 @@ from typing import TYPE_CHECKING, Any
 from ..configuration.nearest_names import as_spelled_now, check_choice
 from ..data.prompts import TASKS
 from ..evaluation.settings import DEFAULT_TASKS, WRITTEN_TASKS, EvaluationSettings
-from .command import (
-    LOADING,
-    OVERWRITE,
-    argument,
-    check_outputs,
-    command,
-    config_argument,
-    config_fields,
-    positive_int,
-)
+from .command import LOADING, OVERWRITE, argument, check_outputs, command, config_argument, config_fields, positive_int
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from ..data.document_ids import TrainingDocuments
     from ..evaluation.report import EvaluationReport
     from ..evaluation.samples import EvaluationDataset
@@ -37,9 +26,6 @@ _SOURCE = (
     "as YAML; NAME=SOURCE names one, SOURCE#N draws N of its samples, FILE.yaml lists some"
 )
 _EXAMPLES = """
-# Generated documents and a file, at two ratios, ten samples each:
-context-compressors evaluate my-compressor --data generated squad_dev.parquet --ratios 4 8 --max-samples 10
-
 # 1,000 questions of one set and 300 of another, beside a reader with an adapter of PEFT that reads the whole text,
 # its beginning, or what BM25 picks; the report grows while it runs, and a second start goes on with it:
 context-compressors evaluate my-compressor --data squad=squad_dev.parquet#1000 --out-of-domain nq_test.parquet#300 \\
@@ -50,22 +36,14 @@ context-compressors evaluate my-compressor --data squad=squad_dev.parquet#1000 -
 context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction continuation \\
     --config '{context_tokens: 256, reconstruction_bleu: true}'
 
-# One fact in running text at two lengths; RULER and LongBench as kvpress publishes them:
+# One fact in running text at two lengths; nDCG@10 at every ratio of a retrieval checkpoint, beside BM25:
 context-compressors evaluate my-compressor --tasks needles --data books.parquet --lengths 512 1024 --plots plots
-context-compressors evaluate my-compressor --tasks ruler --lengths 4096 8192
-context-compressors evaluate my-compressor --data Xnhyacinth/LongBench:hotpotqa --tasks question_answering \\
-    --config '{truncate_context: true}'
-
-# nDCG@10 at every ratio of a retrieval checkpoint, beside BM25:
 context-compressors evaluate my-retriever --tasks retrieval --data mteb/scifact --alternatives bm25
-
-# The plain language model that a compressor stands on:
-context-compressors evaluate my-base --data generated --max-samples 100 --output base.json
 """
 
 
 def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings:
-    """The evaluation's options from the parsed command line and its `--config`; `ValueError` for one not allowed."""
+    """Return the evaluation's settings from the parsed command line and its `--config`."""
     allowed = EvaluationSettings.__dataclass_fields__
     fields: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name in allowed}
     if fields.pop("max_new_tokens") is not None:
@@ -75,12 +53,6 @@ def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings
     fields |= config_fields(arguments.config, allowed)
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     return EvaluationSettings(**fields)
-
-
-def _load(name: str, arguments: argparse.Namespace, base_model: str | None) -> PreTrainedModel:
-    from .loading import load_model
-
-    return load_model(name, base_model=base_model, dtype=arguments.dtype, device=arguments.device)
 
 
 def _datasets(arguments: argparse.Namespace, settings: EvaluationSettings, tokenizer: Any) -> list[EvaluationDataset]:
@@ -109,10 +81,8 @@ def _records(
         name = f"{model_label(arguments.model)}, by {Path(path).name}"
         add_record(records, name, TrainingDocuments(chose=reported_documents(path)))
     add_record(records, model_label(arguments.model), TrainingDocuments.of(arguments.model, on_hub))
-    if settings.text_compressor is not None:
-        add_record(records, model_label(settings.text_compressor), TrainingDocuments.of(settings.text_compressor))
-    if arguments.teacher is not None:
-        add_record(records, model_label(arguments.teacher), TrainingDocuments.of(arguments.teacher))
+    for name in filter(None, (settings.text_compressor, arguments.teacher)):
+        add_record(records, model_label(name), TrainingDocuments.of(name))
     return records
 
 
@@ -140,13 +110,15 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
     from ..evaluation.report import EvaluationReport
     from ..evaluation.report_tables import report_markdown
     from ..modeling.checkpoint.pretrained_bases import tokenizer_from_place
+    from .loading import load_model
 
     earlier = None
     if arguments.resume and Path(arguments.output).exists():
         earlier = EvaluationReport.load(arguments.output)
     tokenizer = tokenizer_from_place(arguments.model)
     datasets = _datasets(arguments, settings, tokenizer)
-    model = _load(arguments.model, arguments, arguments.base_model)
+    options = {"dtype": arguments.dtype, "device": arguments.device}
+    model = load_model(arguments.model, base_model=arguments.base_model, **options)
     compresses, num_parameters = can_compress(model), model.num_parameters()
     if arguments.plots and (settings.bounds_only or not compresses):
         raise ValueError("--plots draws quality by ratio, and nothing is compressed here")
@@ -162,7 +134,7 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
         tokenizer,
         datasets,
         settings,
-        teacher=None if arguments.teacher is None else _load(arguments.teacher, arguments, None),
+        teacher=None if arguments.teacher is None else load_model(arguments.teacher, **options),
         model_name=model_label(arguments.model),
         num_parameters=num_parameters,
         notes={"teacher": arguments.teacher and model_label(arguments.teacher)},
@@ -223,26 +195,12 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
         nargs="+",
         default=list(DEFAULT_TASKS),
         metavar="TASK",
-        help=f"among {', '.join(TASKS)} (default: {' '.join(DEFAULT_TASKS)}); or needles (one fact in running text), "
-        "ruler (kvpress's copy of RULER), or retrieval (a corpus in BEIR's form, PLACE[@SPLIT])",
+        help=f"among {', '.join(TASKS)} (default: {' '.join(DEFAULT_TASKS)}); or needles, ruler, or retrieval (of a "
+        "corpus in BEIR's form, PLACE[@SPLIT])",
     ),
-    config_argument(
-        "any other fields of EvaluationSettings (such as prompts, memory_dtype, max_context_tokens, truncate_context, "
-        "leave_out_long, allow_trained_documents, text_compressor)",
-        "{zero_shot: true}",
-    ),
-    argument(
-        "--ratios",
-        nargs="+",
-        type=positive_int,
-        metavar="R",
-        help="compression ratios (default: the checkpoint's own)",
-    ),
-    argument(
-        "--teacher",
-        metavar="MODEL",
-        help="language model, or adapter folder of PEFT, of the bounds (default: the compressor's own decoder)",
-    ),
+    config_argument("any other fields of EvaluationSettings", "{zero_shot: true, truncate_context: true}"),
+    argument("--ratios", nargs="+", type=positive_int, metavar="R", help="(default: the checkpoint's own)"),
+    argument("--teacher", metavar="MODEL", help="language model or PEFT adapter of the bounds (default: the decoder)"),
     argument(
         "--alternatives",
         nargs="+",
@@ -254,33 +212,10 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
     ),
     argument("--merge-adapters", action="store_true", help="merge the compressor's adapters first, which is faster"),
     argument("--max-samples", type=positive_int, metavar="N", help="samples per data set and task (default: all)"),
-    argument(
-        "--batch-size",
-        type=positive_int,
-        default=8,
-        metavar="B",
-        help="samples per batch, of at most 16,384 tokens (default: 8)",
-    ),
-    argument(
-        "--max-new-tokens",
-        type=positive_int,
-        metavar="N",
-        help="most tokens to write (default: 32 of an answer, 128 of a summary)",
-    ),
-    argument(
-        "--lengths",
-        nargs="+",
-        type=positive_int,
-        metavar="N",
-        help="tokens of contexts of needles (default: 256 to 4096) and RULER (default: 4096)",
-    ),
-    argument(
-        "--chosen-by",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="result files that the checkpoint was chosen by, whose documents may not be scored again",
-    ),
+    argument("--batch-size", type=positive_int, default=8, metavar="B", help="samples per batch (default: 8)"),
+    argument("--max-new-tokens", type=positive_int, metavar="N", help="(default: 32 of an answer, 128 of a summary)"),
+    argument("--lengths", nargs="+", type=positive_int, metavar="N", help="tokens of contexts of needles and RULER"),
+    argument("--chosen-by", nargs="+", default=[], metavar="FILE", help="results that chose the checkpoint"),
     argument("--output", metavar="FILE", help="write the report as JSON, anew after each task on each data set"),
     argument("--resume", action="store_true", help="go on where an evaluation with this --output stopped"),
     argument("--keep-answers", metavar="FILE", help="write what every sample got, as JSONL"),

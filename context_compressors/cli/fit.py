@@ -9,11 +9,8 @@ import json
 from .command import OVERWRITE, argument, command, positive_int
 
 _EXAMPLES = """
-# From your own texts, in the words that are yours:
 context-compressors fit Qwen/Qwen3-0.6B --data 'notes/*.md' reports.jsonl --output my-compressor
 context-compressors ask my-compressor notes/minutes.md --question "What was decided?" --ratio 4
-
-# From any texts of the Hub, for finer and coarser memories:
 context-compressors fit Qwen/Qwen3-0.6B --data Salesforce/wikitext:wikitext-2-raw-v1@train#500 --ratios 4 2 8 32 \\
     --output my-compressor
 """
@@ -23,32 +20,22 @@ _CHUNK_SIZE, _CONTEXT_TOKENS = 2048, 1024
 
 @command(
     "fit",
-    "Make a compressor of a language model in minutes, without training it: linear maps, one a layer, are fitted to "
-    "what the model attends to when it reads texts again, and rank its keys and values (method ranked_key_values). "
-    "The model itself stays as it is: at ratio 1 its answers are its own. Runs the recipe "
-    "ranked_key_values/fit.yaml, which `train` takes with any other field.",
+    "Make a compressor of a language model in minutes, without training it: one linear map for each layer is fitted "
+    "to rank keys and values (method ranked_key_values). Runs the recipe ranked_key_values/fit.yaml, which `train` "
+    "takes with any other field.",
     argument("base", help="Hub id or folder of a language model"),
     argument(
         "--data",
         nargs="+",
         required=True,
         metavar="SOURCE",
-        help="texts, of which some hundred are enough: FILE (.txt, .md, .parquet, .jsonl) or a pattern of files in "
-        "quotes, HUB_NAME[:CONFIG][@SPLIT], generated[:KIND], with #N for N rows of it, or a recipe's source as YAML",
+        help="some hundred texts: FILE or pattern (.txt, .md, .parquet, .jsonl), HUB_NAME[:CONFIG][@SPLIT], with #N "
+        "for N rows of it, or a recipe's source as YAML",
     ),
     argument("--output", required=True, metavar="FOLDER", help="the compressor"),
     OVERWRITE,
-    argument(
-        "--contexts", type=positive_int, default=100, metavar="N", help="that it is fitted to (default: %(default)s)"
-    ),
-    argument(
-        "--ratios",
-        type=positive_int,
-        nargs="+",
-        default=[4, 8, 2, 16],
-        metavar="R",
-        help="what it offers, the default first (default: 4 8 2 16)",
-    ),
+    argument("--contexts", type=positive_int, default=100, metavar="N", help="to fit it to (default: %(default)s)"),
+    argument("--ratios", type=positive_int, nargs="+", default=[4, 8, 2, 16], metavar="R", help="(default: 4 8 2 16)"),
     examples=_EXAMPLES,
 )
 def fit(arguments: argparse.Namespace) -> None:

@@ -26,14 +26,8 @@ def load_compressor(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a compressor and its tokenizer for inference; where texts say "[LM]" or such, these are characters.
 
-    Args:
-        name: folder, or Hub id, with a branch, tag or commit behind an @ where it is not the main one.
-        device: where to put it; "auto" takes an accelerator if there is one.
-        dtype: "auto" (as saved), "float32", "bfloat16" or "float16".
-        base_model: where the base of a light checkpoint is, Hub id or folder, if not where the checkpoint says.
-
-    Raises:
-        ValueError: no such checkpoint, or none of this package's methods.
+    `name` is a folder, or a Hub id, with a branch, tag or commit behind an @ where it is not the main one. No such
+    checkpoint, and one of another method than this package's, raise `ValueError`.
     """
     from ..modeling.checkpoint.pretrained_bases import load_from_place, tokenizer_from_place
     from ..modeling.parts.text_ids import text_tokenizer
@@ -85,18 +79,12 @@ def _fields_of_compressor(name: str) -> dict[str, Any]:
     if "compression_ratios" not in fields:
         raise ValueError(f"{name} is a model of type {fields['model_type']!r}, not a context compressor")
     if fields["model_type"] not in CONFIG_MAPPING:
-        raise ValueError(
-            f"{name} has the unknown method {fields['model_type']!r}: load it with its own code, in Python"
-        )
+        raise ValueError(f"{name} has the unknown method {fields['model_type']!r}: load it with its own code")
     return fields
 
 
 def load_model(
-    name: str,
-    *,
-    base_model: str | None = None,
-    dtype: str = "auto",
-    device: str = "auto",
+    name: str, *, base_model: str | None = None, dtype: str = "auto", device: str = "auto"
 ) -> PreTrainedModel:
     """Load a compressor, a language model, or a folder with an adapter that PEFT or TRL saved, merged into its base.
 

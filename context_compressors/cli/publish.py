@@ -19,38 +19,21 @@ _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
     "publish card",
     "Write the card (README.md) of a checkpoint from its training run and its evaluation.",
     argument("folder", help="checkpoint folder, with recipe.yaml and training_summary.json"),
-    argument(
-        "--scores",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="reports of `context-compressors evaluate --output`",
-    ),
-    argument(
-        "--limit", action="append", required=True, metavar="TEXT", help="what it cannot do; once for each sentence"
-    ),
+    argument("--scores", nargs="+", default=[], metavar="FILE", help="reports of `evaluate --output`"),
+    argument("--limit", action="append", required=True, metavar="TEXT", help="what it cannot do; one sentence each"),
     argument("--model-id", metavar="NAME", help="repository or folder that the snippet loads (default: the folder)"),
     argument("--license", default="apache-2.0", metavar="ID", help="license of the weights (default: %(default)s)"),
     argument("--new-version", metavar="NAME", help="repository of the checkpoint that replaces this one"),
     examples="""
 context-compressors publish card outputs/my-compressor --scores results.json --limit "It has read English only."
-context-compressors publish card outputs/icae --scores generated.json books.json \\
-    --limit "It reads at most 2,048 tokens." --limit "It does not follow instructions."
 """,
 )
 def card(arguments: argparse.Namespace) -> None:
     """Run `context-compressors publish card`."""
     from ..hub_cards.cards import write_card
 
-    path = write_card(
-        arguments.folder,
-        arguments.scores,
-        arguments.limit,
-        model_id=arguments.model_id,
-        license=arguments.license,
-        new_version=arguments.new_version,
-    )
-    print(f"wrote {path}")
+    fields = {name: vars(arguments)[name] for name in ("model_id", "license", "new_version")}
+    print(f"wrote {write_card(arguments.folder, arguments.scores, arguments.limit, **fields)}")
 
 
 @command(
@@ -59,26 +42,14 @@ def card(arguments: argparse.Namespace) -> None:
     argument("checkpoint", help="folder of the checkpoint"),
     argument("repository", help="repository on the Hub, such as me/my-compressor"),
     argument("--dry-run", action="store_true", help="show the files and their sizes, and open no connection"),
-    argument(
-        "--weights",
-        default="saved",
-        choices=("saved", "light", "full"),
-        help="as in the checkpoint, without the base's weights, or with them (default: %(default)s)",
-    ),
+    argument("--weights", default="saved", choices=("saved", "light", "full"), help="light: without the base's"),
     BASE_MODEL,
-    argument(
-        "--include",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a file in the folder that is left out or refused otherwise; give it again for several",
-    ),
+    argument("--include", action="append", default=[], metavar="FILE", help="a file that is refused otherwise"),
     argument("--license", metavar="ID", help="license of the weights (default: the card's, or else the base's)"),
     argument("--tag", default=f"v{__version__}", help="name of the version (default: %(default)s)"),
     argument("--public", action="store_true", help="let everybody see it (default: private)"),
     examples="""
 context-compressors publish upload outputs/my-compressor me/my-compressor --dry-run
-context-compressors publish upload outputs/my-compressor me/my-compressor --license apache-2.0
 context-compressors publish upload outputs/my-compressor me/my-compressor --weights light --base-model Qwen/Qwen3-0.6B
 """,
 )
@@ -112,13 +83,7 @@ def upload(arguments: argparse.Namespace) -> None:
     "own, or an adapter of the base.",
     argument("checkpoint", help="Hub id or folder of the compressor"),
     argument("output", help="folder to write; it does not exist, or is empty"),
-    argument(
-        "--as",
-        dest="form",
-        default="merged",
-        choices=("merged", "lora"),
-        help="a whole model with its adapters merged, or these alone in PEFT's format (default: %(default)s)",
-    ),
+    argument("--as", dest="form", default="merged", choices=("merged", "lora"), help="(default: %(default)s)"),
     DTYPE,
     BASE_MODEL,
     examples="""

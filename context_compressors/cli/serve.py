@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from .command import LOADING, MODEL, argument, command, config_argument, config_fields
 from .loading import load_pipeline
@@ -28,19 +27,11 @@ context-compressors serve my-compressor --mcp notes
     "serve",
     "Serve memories, the chat that reads them, and a page to try both on (pip install -e '.[serve]' in the clone).",
     MODEL,
-    argument(
-        "--store",
-        help="where memories are kept, a folder or an address (default: in the process, as long as it runs)",
-    ),
+    argument("--store", help="folder or address that keeps memories (default: in the process, as long as it runs)"),
     argument("--host", default="127.0.0.1", help="(default: %(default)s, this machine alone)"),
     argument("--port", type=int, default=8000, help="(default: %(default)s)"),
     argument("--api-key", metavar="KEY", help=f"that requests must bring (default: ${API_KEY}, else none)"),
-    argument(
-        "--mcp",
-        metavar="FOLDER",
-        help="in place of HTTP: serve the folder's text files to an agent over the Model Context Protocol, on "
-        "standard input and output (pip install -e '.[mcp]' in the clone)",
-    ),
+    argument("--mcp", metavar="FOLDER", help="serve a folder's text files to an agent (pip install -e '.[mcp]')"),
     config_argument("fields of ServerSettings, and memory_dtype of a new store", "{timeout: 60}"),
     *LOADING,
     examples=_EXAMPLES,
@@ -71,18 +62,7 @@ def serve(arguments: argparse.Namespace) -> None:
         store = MemoryStore.find_or_create(arguments.store, form)
     # What requests call it: its Hub id, or the name of its folder.
     name = Path(name).resolve().name if Path(name).is_dir() else name
-    examples: list[dict[str, Any]] = [
-        {
-            "title": page.title,
-            "text": page.text,
-            "questions": [
-                {"question": question, "answers": answers}
-                for question, answers in zip(page.questions, page.answers, strict=True)
-            ],
-        }
-        for page in read_pages()
-    ]
-    app = create_app(name, pipe, settings, store, examples)
+    app = create_app(name, pipe, settings, store, [page.example for page in read_pages()])
     if arguments.host not in _LOOPBACK and settings.api_key is None:
         print(f"whoever reaches {arguments.host} can use this server: --api-key asks for a key", file=sys.stderr)
     run(app, arguments.host, arguments.port, settings.grace)

@@ -3,30 +3,29 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
 from context_compressors import cli
 
 
-def _cut(folder: Path):
+def _cut(folder):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:2000])
 
 
-def _other_shapes(folder: Path):
+def _other_shapes(folder):
     config = json.loads((folder / "config.json").read_text())
     config["decoder_config"]["intermediate_size"] = 12
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _no_tokenizer(folder: Path):
+def _no_tokenizer(folder):
     for file in folder.glob("tokenizer*"):
         file.unlink()
 
 
-def _link_to_itself(folder: Path):
+def _link_to_itself(folder):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("model.safetensors")
 

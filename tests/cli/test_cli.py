@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from byte_tokenizers import byte_tokenizer, tiny_llama
-from tokenizers import pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import context_compressors
 from context_compressors import cli
@@ -23,19 +22,17 @@ TEXTS = {"first": "The mill stands by the river.", "second": "Nora keeps eleven 
 
 
 @pytest.fixture(scope="module")
-def llama(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+def llama(tokenizer):
     return tiny_llama(tokenizer, num_hidden_layers=2, max_position_embeddings=256)
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     return byte_tokenizer(bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture(scope="module")
-def model_folder(
-    llama: LlamaConfig, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
-) -> str:
+def model_folder(llama, tokenizer, tmp_path_factory):
     torch.manual_seed(0)
     model = MeanPoolingForCausalLM(MeanPoolingConfig(decoder_config=llama, compression_ratios=(4, 8)))
     # Weights at their usual start leave the slots without influence on the answer.
@@ -48,49 +45,27 @@ def model_folder(
 
 
 @pytest.fixture
-def documents(tmp_path: Path) -> list[str]:
+def documents(tmp_path):
     for name, text in TEXTS.items():
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     return [str(tmp_path / f"{name}.txt") for name in TEXTS]
 
 
-def slots(text: str, ratio: int) -> int:
+def slots(text, ratio):
     return math.ceil(len(text.encode()) / ratio)
 
 
 # --- compress ---
 
 
-@pytest.mark.slow
-def test_compress_writes_one_memory_file_a_document(
-    model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    output = tmp_path / "memories"
-    assert cli.main(["compress", model_folder, *documents, "--output", str(output), "--ratio", "8"]) == 0
-    printed = capsys.readouterr()
-    assert sorted(printed.out.split()) == [str(output / f"{name}.safetensors") for name in TEXTS]
-    total = sum(slots(text, 8) for text in TEXTS.values())
-    assert f"2 documents with {sum(map(len, TEXTS.values()))} tokens: {total} slots" in printed.err
-    model = MeanPoolingForCausalLM.from_pretrained(model_folder)
-    for name, text in TEXTS.items():
-        memory = CompressedContext.load(output / f"{name}.safetensors")
-        alone = model.compress(torch.tensor([_ids(text)]), ratio=8)
-        assert memory.embeddings.shape == (1, slots(text, 8), 16)
-        torch.testing.assert_close(memory.embeddings, alone.embeddings, atol=1e-4, rtol=0)
-
-
-def _ids(text: str) -> list[int]:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    return [alphabet.index("Ġ" if letter == " " else letter) for letter in text]
-
-
-def test_compress_keeps_several_ratios_apart_and_takes_the_first_by_default(
-    model_folder: str, documents: list[str], tmp_path: Path
-):
+def test_compress_keeps_several_ratios_apart_and_takes_the_first_by_default(model_folder, documents, tmp_path, capsys):
     text = TEXTS["first"]
     arguments = ["compress", model_folder, documents[0], "--output", str(tmp_path)]
     assert cli.main([*arguments, "--ratio", "4", "--ratio", "8"]) == 0
     assert cli.main(arguments) == 0
+    printed = capsys.readouterr()
+    assert set(printed.out.split()) == set(map(str, tmp_path.glob("*.safetensors")))
+    assert f"1 documents with {len(text)} tokens: {slots(text, 4)} slots" in printed.err
     found = {path.name: int(CompressedContext.load(path).num_slots) for path in tmp_path.glob("*.safetensors")}
     assert found == {
         "first.x4.safetensors": slots(text, 4),
@@ -99,13 +74,7 @@ def test_compress_keeps_several_ratios_apart_and_takes_the_first_by_default(
     }
 
 
-def test_models_that_are_no_compressors_are_refused(
-    llama: LlamaConfig,
-    model_folder: str,
-    documents: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_models_that_are_no_compressors_are_refused(llama, model_folder, documents, tmp_path, capsys):
     plain, foreign, looped = (tmp_path / name for name in ("plain", "foreign", "looped"))
     LlamaForCausalLM(llama).save_pretrained(plain)
     foreign.mkdir()
@@ -128,16 +97,14 @@ def test_models_that_are_no_compressors_are_refused(
 # --- ask ---
 
 
-def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+def ask(capsys, *arguments):
     capsys.readouterr()
     assert cli.main(["ask", *arguments, "--max-new-tokens", "8"]) == 0
     return capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.slow
-def test_a_memory_file_and_its_document_give_the_same_answer(
-    model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_memory_file_and_its_document_give_the_same_answer(model_folder, documents, tmp_path, capsys):
     assert cli.main(["compress", model_folder, *documents, "--output", str(tmp_path)]) == 0
     memories = [str(tmp_path / f"{name}.safetensors") for name in TEXTS]
     question = ["--question", "Where is it?"]
@@ -148,9 +115,7 @@ def test_a_memory_file_and_its_document_give_the_same_answer(
 
 
 @pytest.mark.slow
-def test_the_full_text_is_asked_without_a_memory(
-    model_folder: str, documents: list[str], capsys: pytest.CaptureFixture[str]
-):
+def test_the_full_text_is_asked_without_a_memory(model_folder, documents, capsys):
     pipe = MeanPoolingForCausalLM.from_pretrained(model_folder).question_answering(
         PreTrainedTokenizerFast.from_pretrained(model_folder)
     )
@@ -159,13 +124,7 @@ def test_the_full_text_is_asked_without_a_memory(
     assert "\n".join(ask(capsys, model_folder, *documents, "--full-text", "--question", "Who?")) == answer
 
 
-def test_a_memory_file_is_asked_at_a_coarser_ratio_that_it_holds(
-    llama: LlamaConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    documents: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_memory_file_is_asked_at_a_coarser_ratio_that_it_holds(llama, tokenizer, documents, tmp_path, capsys):
     folder, ratio = str(tmp_path / "ranked"), ["--ratio", "8", "--question", "Who?"]
     torch.manual_seed(0)
     model = RankedKeyValuesForCausalLM(RankedKeyValuesConfig(decoder_config=llama, compression_ratios=(2, 8)))
@@ -183,12 +142,7 @@ def test_a_memory_file_is_asked_at_a_coarser_ratio_that_it_holds(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_compresses_questions_is_asked_about_documents(
-    tokenizer: PreTrainedTokenizerFast,
-    documents: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_checkpoint_that_compresses_questions_is_asked_about_documents(tokenizer, documents, tmp_path, capsys):
     torch.manual_seed(0)
     t5 = {"vocab_size": 258, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
     t5 |= {"pad_token_id": 0, "eos_token_id": 257, "decoder_start_token_id": 256}
@@ -222,15 +176,8 @@ def test_a_checkpoint_that_compresses_questions_is_asked_about_documents(
 
 
 @pytest.mark.parametrize("command", ["ask", "compress", "compress-corpus"])
-def test_a_ratio_is_checked_before_a_model_is_loaded(
-    command: str,
-    documents: list[str],
-    model_folder: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    def load(*arguments: object, **options: object) -> None:
+def test_a_ratio_is_checked_before_a_model_is_loaded(command, documents, model_folder, tmp_path, monkeypatch, capsys):
+    def load(*arguments, **options):
         raise AssertionError("it was loaded")
 
     monkeypatch.setattr("context_compressors.modeling.checkpoint.pretrained_bases.load_from_place", load)
@@ -245,14 +192,12 @@ def test_a_ratio_is_checked_before_a_model_is_loaded(
     assert not list(tmp_path.glob("out*"))
 
 
-def test_ask_refuses_what_it_cannot_do(
-    model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_ask_refuses_what_it_cannot_do(model_folder, documents, tmp_path, capsys):
     assert cli.main(["compress", model_folder, documents[0], "--output", str(tmp_path)]) == 0
     memory = tmp_path / "first.safetensors"
     for arguments, message in (
         ([str(memory), "--ratio", "8", "--question", "Who?"], "`ratio` must be 4, the memory's own, got 8"),
-        (["nowhere.safetensors"], "there is no memory file nowhere.safetensors"),
+        (["nowhere.safetensors"], "nowhere.safetensors"),
         (["-"], "questions must be given with --question"),
         ([str(memory), "--full-text"], "--full-text reads documents, not memory files"),
         (
@@ -262,8 +207,3 @@ def test_ask_refuses_what_it_cannot_do(
     ):
         assert cli.main(["ask", model_folder, *arguments]) == 1
         assert message in capsys.readouterr().err
-    content = bytearray(memory.read_bytes())
-    content[-1] ^= 1
-    memory.write_bytes(content)
-    assert cli.main(["ask", model_folder, str(memory), "--question", "Who?"]) == 1
-    assert "was altered" in capsys.readouterr().err

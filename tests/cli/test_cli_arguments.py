@@ -2,7 +2,6 @@
 """The command line in front of any model: nearest names, help with examples, errors in one line, documents."""
 
 import io
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -24,9 +23,7 @@ from context_compressors.cli.compress import Document, read_documents
         ([], "usage: context-compressors"),
     ],
 )
-def test_a_wrong_command_is_refused_with_the_nearest_one(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-):
+def test_a_wrong_command_is_refused_with_the_nearest_one(argv, message, capsys):
     assert cli.main(argv) == 2
     assert message in capsys.readouterr().err
 
@@ -41,22 +38,20 @@ def test_a_wrong_command_is_refused_with_the_nearest_one(
         (["compress", "m", "a.txt", "--device", "gpu"], "cannot be used here"),
     ],
 )
-def test_a_wrong_option_exits_with_2_and_the_nearest_one(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-):
+def test_a_wrong_option_exits_with_2_and_the_nearest_one(argv, message, capsys):
     with pytest.raises(SystemExit) as exit_info:
         cli.main(argv)
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_an_empty_key_opens_no_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_an_empty_key_opens_no_server(monkeypatch, capsys):
     monkeypatch.setenv("CONTEXT_COMPRESSORS_API_KEY", "")
     assert cli.main(["serve", "model"]) == 1
     assert "the key (--api-key, or else $CONTEXT_COMPRESSORS_API_KEY) is empty" in capsys.readouterr().err
 
 
-def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]):
+def test_every_command_has_help_with_examples(capsys):
     for command in cli._COMMANDS:
         with pytest.raises(SystemExit) as exit_info:
             cli.main([*command.split(), "--help"])
@@ -65,7 +60,7 @@ def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]
         assert f"context-compressors {command} " in output.partition("examples:")[2], command
 
 
-def test_an_error_is_one_line_unless_the_traceback_is_asked_for(capsys: pytest.CaptureFixture[str]):
+def test_an_error_is_one_line_unless_the_traceback_is_asked_for(capsys):
     argv = ["compress", "model", "nowhere.txt"]
     assert cli.main(argv) == 1
     assert capsys.readouterr().err.startswith("context-compressors compress: error: nowhere.txt is not there")
@@ -76,7 +71,7 @@ def test_an_error_is_one_line_unless_the_traceback_is_asked_for(capsys: pytest.C
 # --- reading documents ---
 
 
-def test_documents_come_from_text_jsonl_parquet_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_documents_come_from_text_jsonl_parquet_and_standard_input(tmp_path, monkeypatch):
     text, jsonl, parquet = tmp_path / "first.txt", tmp_path / "rows.jsonl", tmp_path / "table.parquet"
     text.write_text("The mill stands by the river.", encoding="utf-8")
     jsonl.write_text('{"context": "one"}\n\n{"context": "two", "other": 1}\n', encoding="utf-8-sig")
@@ -105,7 +100,7 @@ def test_documents_come_from_text_jsonl_parquet_and_standard_input(tmp_path: Pat
         ("b/c.txt", b"", "is not there"),
     ],
 )
-def test_an_unreadable_document_is_refused(name: str, content: bytes, message: str, tmp_path: Path):
+def test_an_unreadable_document_is_refused(name, content, message, tmp_path):
     path = tmp_path / name
     if content:
         path.write_bytes(content)

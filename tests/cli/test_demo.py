@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo on a tiny checkpoint, and its pages."""
 
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +23,7 @@ CHAT = (
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     """A tiny compressor with one token a byte, saved as a checkpoint is."""
     tokenizer = byte_tokenizer(bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>")
     llama = tiny_llama(tokenizer, max_position_embeddings=8192)
@@ -63,7 +61,7 @@ def test_an_answer_is_right_if_it_holds_an_accepted_one_as_whole_words():
 
 
 @pytest.mark.slow
-def test_the_full_text_and_every_ratio_are_asked(checkpoint: Path):
+def test_the_full_text_and_every_ratio_are_asked(checkpoint):
     pipe, page = demo.load(checkpoint, dtype=torch.float32), PAGES[0]
     readings = demo.read_page(pipe, page)
     assert [reading.name for reading in readings] == ["full text", "4x", "16x"]
@@ -76,54 +74,24 @@ def test_the_full_text_and_every_ratio_are_asked(checkpoint: Path):
             assert (reading.num_places, reading.num_bytes) == (int(memory.num_slots[0]), memory.nbytes)
 
 
-def test_the_faster_of_two_types_is_taken(monkeypatch: pytest.MonkeyPatch):
+def test_the_faster_of_two_types_is_taken(monkeypatch):
     for seconds, dtype in (((2.0, 1.0), torch.bfloat16), ((1.0, 2.0), torch.float32)):
         times = dict(zip((torch.float32, torch.bfloat16), seconds, strict=True))
         monkeypatch.setattr(demo, "_seconds", lambda kind, device, times=times: times[kind])
         assert demo.fastest_dtype("cpu") is dtype
 
 
-# --- tables ---
-
-
-def _reading(name: str, answers: list[str], right: list[bool]) -> demo.Reading:
-    return demo.Reading(name, 10, 2048, 0.25, answers, right)
-
-
-def test_the_summary_counts_right_answers_of_all_pages_for_each_way_of_reading():
-    pages = [
-        [_reading("full text", ["a", "b"], [True, True]), _reading("2x", ["a", "c"], [True, False])],
-        [_reading("full text", ["a"], [True]), _reading("2x", ["c"], [False])],
-    ]
-    full, compressed = demo.summary_table(pages).splitlines()[2:]
-    assert "| full text | 3 of 3 (100 %)" in full
-    assert "| 2x        | 1 of 3 (33 %)" in compressed
-
-
 # --- the command ---
 
 
-def test_a_missing_checkpoint_is_named(tmp_path: Path):
+def test_a_missing_checkpoint_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"there is no checkpoint in .*none"):
         demo.run(tmp_path / "none")
 
 
-def test_the_base_of_a_light_checkpoint_is_fetched_before_it_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def absent(name: str) -> Path:
-        raise OSError(f"{name} is not here: do this, or do that")
-
-    monkeypatch.setattr(demo, "pretrained_base", absent)
-    config = {"compression_ratios": [2], "external_weights": {"decoder": {"repo_id": "somebody/base"}}}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(OSError, match="somebody/base is not here"):
-        demo.run(tmp_path)
-
-
 @pytest.mark.release
 @pytest.mark.slow
-def test_the_demo_runs_from_end_to_end_with_remote_code(checkpoint: Path, tmp_path: Path):
+def test_the_demo_runs_from_end_to_end_with_remote_code(checkpoint, tmp_path):
     # A process of its own, as `make demo` starts it: here the package's classes are registered, there they are not.
     threads = {name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"}
     code = "from pathlib import Path; from context_compressors import demo; pages = demo.read_pages()[:2]; "

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`export-decoder`: what it writes is the compressor's decoder, for who knows nothing of compressors."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from peft import PeftModel
@@ -32,11 +30,11 @@ FILES = {
 }
 
 
-def export(*arguments: object) -> int:
+def export(*arguments):
     return cli.main(["publish", "export-decoder", *map(str, arguments)])
 
 
-def save(model, tokenizer, folder: Path, **options) -> Path:
+def save(model, tokenizer, folder, **options):
     model.save_pretrained(folder, **options)
     tokenizer.save_pretrained(folder)
     return folder
@@ -44,7 +42,7 @@ def save(model, tokenizer, folder: Path, **options) -> Path:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_merged_or_as_an_adapter_it_is_the_decoder(small_checkpoints: Path, tmp_path: Path, capsys):
+def test_merged_or_as_an_adapter_it_is_the_decoder(small_checkpoints, tmp_path, capsys):
     base, tokenizer = small_checkpoints / "base", AutoTokenizer.from_pretrained(small_checkpoints / "base")
     known, tasks = len(tokenizer), add_task_tokens(tokenizer)
     torch.manual_seed(0)
@@ -83,9 +81,7 @@ def test_merged_or_as_an_adapter_it_is_the_decoder(small_checkpoints: Path, tmp_
 
 
 @pytest.mark.slow
-def test_what_no_server_or_no_adapter_can_hold_is_refused_by_its_property(
-    small_checkpoints: Path, tmp_path: Path, capsys
-):
+def test_what_no_server_or_no_adapter_can_hold_is_refused_by_its_property(small_checkpoints, tmp_path, capsys):
     base, tokenizer = small_checkpoints / "base", AutoTokenizer.from_pretrained(small_checkpoints / "base")
     fields = {"task_token_ids": add_task_tokens(tokenizer)}
     own = {"trainable_parameters": [r"lora_", r"language_model\.layers\.0\.mlp"], "decoder_lora": LORA}

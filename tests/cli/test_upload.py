@@ -165,12 +165,8 @@ def test_public_repositories_and_known_tags_are_refused(checkpoint, hub, capsys)
     hub.is_private, hub.tags = False, ["v1"]
     assert upload(checkpoint, "me/x", "--license", "mit") == 1
     assert "me/x is public already: pass --public" in capsys.readouterr().err
-    hub.is_private = True
-    assert upload(checkpoint, "me/x", "--license", "mit", "--public", "--tag", "v2") == 1
-    assert "me/x is there and private: upload without --public" in capsys.readouterr().err
-    hub.is_private = False
     assert upload(checkpoint, "me/x", "--license", "mit", "--public", "--tag", "v1") == 1
     assert "has a version 'v1' already" in capsys.readouterr().err
     assert "upload_folder" not in names(hub)
     assert upload(checkpoint, "me/x", "--license", "mit", "--public", "--tag", "v2") == 0
-    assert [call[2]["private"] for call in hub.calls if call[0] == "create_repo"] == [True, False, False, False]
+    assert [call[2]["private"] for call in hub.calls if call[0] == "create_repo"] == [True, False, False]

@@ -81,13 +81,6 @@ def test_ordinary_text_passes(without_code):
     assert {Path("NOTICE.txt"), Path("training_summary.json")} <= set(check_files(without_code)[0])
 
 
-@pytest.mark.slow
-def test_what_a_checkpoint_holds_passes_whatever_the_base_and_the_method(checkpoint, light):
-    for folder in (checkpoint, light):
-        written = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
-        assert set(check_files(folder)[0]) == written
-
-
 def test_the_names_of_weights_and_texts_of_a_picture_are_searched(without_code):
     from PIL import Image, PngImagePlugin
 
