@@ -30,12 +30,7 @@ _INSTRUCTIONS = (
 
 
 class FileMemories:
-    """The memories of a folder's text files, and their texts.
-
-    Args:
-        pipe: a checkpoint's pipeline.
-        folder: only files below it can be read.
-    """
+    """The memories of the text files in a folder; no others can be read."""
 
     def __init__(self, pipe: ContextCompressionQAPipeline, folder: str | Path):
         self.pipe = pipe
@@ -67,7 +62,7 @@ class FileMemories:
             raise ToolError(str(error)) from None
 
     def _read(self, file: str) -> str:
-        """A file's text."""
+        """Return a file's text."""
         path = (self.folder / file).resolve()
         if not path.is_relative_to(self.folder) or not path.is_file():
             raise ToolError(f"{file!r} is no file in the documents' folder")
@@ -78,12 +73,7 @@ class FileMemories:
 
 
 def create_mcp_server(pipe: ContextCompressionQAPipeline, folder: str | Path) -> MCPServer:
-    """Return a server with the tools `compress`, `ask` and `expand` over the text files of a folder.
-
-    Args:
-        pipe: a checkpoint's pipeline, `pipeline("context-compression-qa", ...)`.
-        folder: only files below it can be read.
-    """
+    """Return a server with the tools `compress`, `ask` and `expand` over the text files of a folder."""
     memories = FileMemories(pipe, folder)
     server = MCPServer("context-compressors", instructions=_INSTRUCTIONS)
     for tool in (memories.compress, memories.ask, memories.expand):

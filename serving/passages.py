@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passages of the texts that memories are of, for an agent that needs a document's own words."""
+"""Passages of texts, for an agent that needs a document's own words."""
 
 from __future__ import annotations
 
@@ -9,17 +9,9 @@ _MOST_CHARACTERS = 20_000
 
 
 def passage_of(name: str, text: str, containing: str = "", start: int = 0, length: int = 2000) -> dict[str, Any]:
-    """Return a passage of a text, its place and the text's length.
+    """Return `length` characters of a text from `start`, or around the first place of `containing` behind it.
 
-    Args:
-        name: what the text is called.
-        text: the whole text.
-        containing: words, case ignored, around whose first place behind `start` the passage is; from `start` if empty.
-        start: character.
-        length: characters, at most 20,000.
-
-    Raises:
-        ValueError: the words are not in the text.
+    Case is ignored. Words that are not in the text raise `ValueError`.
     """
     if containing:
         place = text.lower().find(containing.lower(), start)

@@ -9,7 +9,6 @@ import hmac
 import json
 import socket
 import time
-import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from ..modeling.compressor.context_compression_qa import ContextCompressionQAPip
 from ..modeling.memory.compressed_context import CompressedContext
 from .passages import passage_of
 from .server_engine import Engine, Job, ServerError, in_time, stopping
-from .server_jobs import Answer, AnswerJob, CompressionJob, OriginsJob, ServedModel
+from .server_jobs import AnswerJob, CompressionJob, OriginsJob, ServedModel, stream_event
 from .server_memories import ProcessMemories, StoredMemories
 from .server_requests import EXPAND_TOOL, ChatRequest, ExpandRequest, MemoriesRequest, MemoryPart, OriginsRequest
 
@@ -45,8 +44,7 @@ class ServerSettings:
     """Limits of a server.
 
     Args:
-        api_key: what requests must bring as `Authorization: Bearer ...`, but those for `/health` and `/metrics`; any
-            may come if not given.
+        api_key: of `Authorization: Bearer ...`, which all but `/`, `/health` and `/metrics` need; none if not given.
         batch_size: most requests that are computed at once.
         max_waiting: most requests that wait for their turn.
         max_tokens: most tokens of one request: of its texts to compress, or of slots, text and answer.
@@ -54,9 +52,6 @@ class ServerSettings:
         max_memory_bytes: of all memories in the process.
         timeout: seconds that a request may take, its waiting included.
         grace: seconds that running requests have to end when the server stops.
-
-    Raises:
-        ValueError: a limit that is not above 0.
     """
 
     api_key: str | None = None
@@ -84,12 +79,11 @@ def create_app(
     """Return the server as an ASGI application.
 
     Args:
-        name: what requests call the checkpoint.
-        pipe: the checkpoint.
+        name: of the checkpoint in requests.
+        pipe: the checkpoint's pipeline.
         settings: limits.
-        store: where memories are kept; in the process if not given.
-        examples: documents that the page offers, each with `title`, `text` and `questions`, whose entries have a
-            `question` and the `answers` that count as right.
+        store: keeps the memories; the process does if not given.
+        examples: documents of the page: `title`, `text`, and `questions`, each with `question` and right `answers`.
 
     Raises:
         ValueError: a checkpoint that compresses documents with their question, or another model's store.
@@ -111,8 +105,7 @@ def check_address(host: str, port: int) -> None:
 
 
 def run(app: fastapi.FastAPI, host: str, port: int, grace: int) -> None:
-    """Serve an application until Ctrl-C or SIGTERM; then no more requests are taken, and those that run are ended
-    within `grace` seconds."""
+    """Serve an application until Ctrl-C or SIGTERM; requests that run then have `grace` seconds."""
     # Bound here: uvicorn would end the process, without an error to catch.
     with _listening(host, port) as listening:
         place = f"[{host}]" if ":" in host else host
@@ -192,11 +185,16 @@ class _Server:
         memories = await self.memories(request.memories)
         messages = [{"role": message.role, "content": message.text} for message in request.messages]
         text_ids = await run_in_threadpool(model.text_ids, messages, bool(memories), request.documents)
-        job = AnswerJob(model, text_ids, memories, request, self.settings.timeout, self.first_token.observe)
+        seconds = self.settings.timeout
+        job = AnswerJob(model, text_ids, memories, request, seconds, self.first_token.observe, self._count)
         what = f"{job.num_slots} slots, {len(text_ids)} tokens of text and {job.max_tokens} of the answer"
         num_tokens = job.num_slots + len(text_ids) + job.max_tokens
         self.check_length(what, num_tokens, model.max_positions, "messages")
         return job
+
+    def _count(self, num_read: int, num_written: int) -> None:
+        self.tokens.labels("read").inc(num_read)
+        self.tokens.labels("written").inc(num_written)
 
     async def memories(self, parts: Sequence[MemoryPart]) -> list[CompressedContext]:
         """Return the memories that a chat names, in order; each is read once, and no more than the limits allow."""
@@ -206,10 +204,10 @@ class _Server:
         ids = list(dict.fromkeys(part.memory_id for part in parts))
         rows: dict[int, CompressedContext] = {}
         for start in range(0, len(ids), _MEMORIES_AT_ONCE):
-            found = await run_in_threadpool(self.find_memories, ids[start : start + _MEMORIES_AT_ONCE])
+            memories = await run_in_threadpool(self.find_memories, ids[start : start + _MEMORIES_AT_ONCE])
             for place, part in enumerate(parts):
-                if part.memory_id in found:
-                    memory = found[part.memory_id]
+                if part.memory_id in memories:
+                    memory = memories[part.memory_id]
                     rows[place] = memory if part.ratio is None else memory.at_ratio(part.ratio)
             self.check_length("the memories", sum(int(row.num_slots) for row in rows.values()), limit, "messages")
         return [rows[place] for place in range(len(parts))]
@@ -276,8 +274,8 @@ def _routes(server: _Server, examples: Sequence[dict[str, Any]]) -> fastapi.Fast
 
     @app.post("/page/slots")
     async def slots(body: OriginsRequest, request: fastapi.Request) -> dict[str, Any]:
-        _, found = await server.start(server.origins(body), request)
-        return found
+        _, origins = await server.start(server.origins(body), request)
+        return origins
 
     @app.get("/health")
     async def health() -> Response:
@@ -331,57 +329,11 @@ def _routes(server: _Server, examples: Sequence[dict[str, Any]]) -> fastapi.Fast
     async def chat(body: ChatRequest, request: fastapi.Request) -> Any:
         # What fails before the first token is refused with its status, streamed or not.
         job, event = await server.start(server.answer(body), request)
-        writer = _AnswerWriter(server, job, body.stream_options.include_usage)
         if body.stream:
-            return StreamingResponse(writer.lines(event), media_type="text/event-stream")
-        return writer.whole(event)
+            return StreamingResponse(job.stream(event), media_type="text/event-stream")
+        return job.response(event)
 
     return app
-
-
-class _AnswerWriter:
-    """An answer in OpenAI's form, whole or as a stream of server-sent events."""
-
-    def __init__(self, server: _Server, job: AnswerJob, includes_usage: bool):
-        self.server, self.job, self.includes_usage = server, job, includes_usage
-        self.head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": job.model.name}
-
-    def usage(self, answer: Answer) -> dict[str, Any]:
-        """Return the numbers of tokens that the decoder read and wrote; a slot counts as one."""
-        num_read, num_written = self.job.num_slots + len(self.job.text_ids), answer.num_tokens
-        self.server.tokens.labels("read").inc(num_read)
-        self.server.tokens.labels("written").inc(num_written)
-        total, details = num_read + num_written, {"memory_slots": self.job.num_slots}
-        numbers = {"prompt_tokens": num_read, "completion_tokens": num_written, "total_tokens": total}
-        return {**numbers, "prompt_tokens_details": details}
-
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the answer as one object."""
-        message = {"role": "assistant", "content": answer.text}
-        choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
-        return {**self.head, "object": "chat.completion", "choices": [choice], "usage": self.usage(answer)}
-
-    async def lines(self, event: str | Answer) -> AsyncIterator[str]:
-        """Yield the answer as a stream, from its first event on."""
-        try:
-            yield self._chunk({"role": "assistant", "content": ""})
-            while isinstance(event, str):
-                yield self._chunk({"content": event})
-                event = await self.job.next_event()
-            yield self._chunk({}, event.finish_reason)
-            usage = self.usage(event)
-            if self.includes_usage:
-                yield _event({**self.head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
-            yield "data: [DONE]\n\n"
-        except ServerError as error:
-            yield _event(error.body)
-        finally:
-            # Whoever went away is not waited for.
-            self.server.engine.cancel(self.job)
-
-    def _chunk(self, delta: dict[str, str], finish_reason: str | None = None) -> str:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
-        return _event({**self.head, "object": "chat.completion.chunk", "choices": [choice], "usage": None})
 
 
 # Of these nobody is asked for a key.
@@ -413,7 +365,7 @@ class _Gate:
         except asyncio.CancelledError:
             # Broken off by uvicorn, at the end of its grace.
             if has_started:
-                await send({"type": "http.response.body", "body": _event(stopping().body).encode()})
+                await send({"type": "http.response.body", "body": stream_event(stopping().body).encode()})
             else:
                 await _refusal(stopping())(scope, receive, counted_send)
         finally:
@@ -421,11 +373,15 @@ class _Gate:
             self.server.requests.labels(path, status).inc()
             self.server.seconds.labels(path).observe(time.monotonic() - arrived)
 
-    def _check_key(self, scope: dict[str, Any], given: bytes) -> None:
+    def _check_key(self, scope: dict[str, Any], authorization: bytes) -> None:
         key = self.server.settings.api_key
         # Behind a proxy or in another app a prefix stands in front of each path.
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if key is not None and path not in _OPEN_PATHS and not hmac.compare_digest(given, f"Bearer {key}".encode()):
+        if (
+            key is not None
+            and path not in _OPEN_PATHS
+            and not hmac.compare_digest(authorization, f"Bearer {key}".encode())
+        ):
             message = "a request needs the key of this server: `Authorization: Bearer KEY`"
             raise ServerError(401, message, "wrong_api_key")
 
@@ -455,7 +411,7 @@ def _as_server_error(error: Exception) -> ServerError:
         return ServerError.of(error)
     if isinstance(error.body, bytes):
         return ServerError(400, "the body is not read as JSON: send `Content-Type: application/json`", "invalid_json")
-    found = []
+    problems = []
     for problem in error.errors():
         # The first is "body".
         kind, place = problem["type"], ".".join(map(str, problem["loc"][1:]))
@@ -466,16 +422,12 @@ def _as_server_error(error: Exception) -> ServerError:
             if kind == "extra_forbidden"
             else problem["msg"].removeprefix("Value error, ")
         )
-        given = "" if kind in ("missing", "value_error") else f", got {json.dumps(problem['input'], default=str)[:80]}"
-        found.append((place, f"{place}: {what}{given}" if place else f"{what}{given}"))
-    return ServerError(400, "; ".join(text for _, text in found[:3]), "invalid_value", found[0][0] or None)
+        value = "" if kind in ("missing", "value_error") else f", got {json.dumps(problem['input'], default=str)[:80]}"
+        problems.append((place, f"{place}: {what}{value}" if place else f"{what}{value}"))
+    return ServerError(400, "; ".join(text for _, text in problems[:3]), "invalid_value", problems[0][0] or None)
 
 
 def _refusal(error: ServerError) -> Response:
     headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
     headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     return JSONResponse(error.body, error.status, headers)
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

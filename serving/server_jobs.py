@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from ..modeling.compressor.context_compression_qa import MAX_NEW_TOKENS, Context
 from ..modeling.memory.compressed_context import CompressedContext
 from ..modeling.memory.key_value_memory import position_bytes
 from ..modeling.parts.text_ids import text_tokenizer
-from .server_engine import Job
+from .server_engine import Job, ServerError
 from .server_memories import ProcessMemories, StoredMemories
 
 if TYPE_CHECKING:
@@ -97,13 +98,7 @@ class CompressionJob(Job):
     """Texts that become memories; its result are their descriptions."""
 
     def __init__(
-        self,
-        model: ServedModel,
-        texts: list[str],
-        num_tokens: int,
-        ratio: int | None,
-        seconds: float,
-        batch_size: int,
+        self, model: ServedModel, texts: list[str], num_tokens: int, ratio: int | None, seconds: float, batch_size: int
     ):
         super().__init__(("compression", ratio), seconds)
         self.model, self.texts, self.num_tokens = model, texts, num_tokens
@@ -123,9 +118,9 @@ class CompressionJob(Job):
             memory = model.pipe.compress([texts[place] for place in places], ratio=first.ratio, batch_size=size)
             memory = memory.to("cpu")
             rows |= {place: _alone(memory.rows(row)) for row, place in enumerate(places)}
-        made = (rows[place] for place in range(len(texts)))
-        found = [(job, [next(made) for _ in job.texts]) for job in jobs]
-        waiting = [(job, own) for job, own in found if not job.is_over]
+        ordered = (rows[place] for place in range(len(texts)))
+        by_job = [(job, [next(ordered) for _ in job.texts]) for job in jobs]
+        waiting = [(job, own) for job, own in by_job if not job.is_over]
         if not waiting:
             return
         texts = [text for job, _ in waiting for text in job.texts]
@@ -189,6 +184,7 @@ class AnswerJob(Job):
         request: ChatRequest,
         seconds: float,
         on_first_token: Callable[[float], None],
+        on_end: Callable[[int, int], None],
     ):
         # Below this temperature scores overflow, and the likeliest token is drawn anyhow. No `top_k` as OpenAI has it;
         # the library's own default draws from the 50 likeliest.
@@ -199,9 +195,11 @@ class AnswerJob(Job):
         # What else is in a batch changes what is drawn: with a seed, nothing is.
         alone = id(self) if self.seed is not None else None
         super().__init__(("answer", bool(memories), *self.sampling.values(), alone), seconds)
-        self.model, self.text_ids, self.memories, self.on_first_token = model, text_ids, memories, on_first_token
+        self.model, self.text_ids, self.memories = model, text_ids, memories
+        self.on_first_token, self.on_end = on_first_token, on_end
         self.max_tokens = request.max_completion_tokens or request.max_tokens or MAX_NEW_TOKENS
         self.stops, self.is_streamed = request.stop, request.stream
+        self.includes_usage = request.stream_options.include_usage
         self.num_slots = sum(int(memory.num_slots) for memory in memories)
         self._tokens: list[int] = []
         self._sent = ""
@@ -254,6 +252,7 @@ class AnswerJob(Job):
 
     def _end(self, text: str, reason: str) -> None:
         self._send_up_to(text.strip())
+        self.on_end(self.num_slots + len(self.text_ids), len(self._tokens))
         self.finish(Answer(text.strip(), reason, len(self._tokens)))
 
     def _settled(self, text: str) -> str:
@@ -269,6 +268,49 @@ class AnswerJob(Job):
         if self.is_streamed and len(text) > len(self._sent):
             self.send(text[len(self._sent) :])
             self._sent = text
+
+    def response(self, answer: Answer) -> dict[str, Any]:
+        """Return the answer as one object of OpenAI's API."""
+        message = {"role": "assistant", "content": answer.text}
+        choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
+        return {**self._head(), "object": "chat.completion", "choices": [choice], "usage": self._usage(answer)}
+
+    async def stream(self, event: str | Answer) -> AsyncIterator[str]:
+        """Yield the answer as server-sent events of OpenAI's API, from its first event on."""
+        head = {**self._head(), "object": "chat.completion.chunk", "usage": None}
+
+        def chunk(delta: dict[str, str], finish_reason: str | None = None) -> str:
+            choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
+            return stream_event({**head, "choices": [choice]})
+
+        try:
+            yield chunk({"role": "assistant", "content": ""})
+            while isinstance(event, str):
+                yield chunk({"content": event})
+                event = await self.next_event()
+            yield chunk({}, event.finish_reason)
+            if self.includes_usage:
+                yield stream_event({**head, "choices": [], "usage": self._usage(event)})
+            yield "data: [DONE]\n\n"
+        except ServerError as error:
+            yield stream_event(error.body)
+        finally:
+            # A client that went away is not computed for.
+            self.is_cancelled = True
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model.name}
+
+    def _usage(self, answer: Answer) -> dict[str, Any]:
+        """Return the numbers of tokens that the decoder read and wrote; a slot counts as one."""
+        num_read, num_written = self.num_slots + len(self.text_ids), answer.num_tokens
+        numbers = {"prompt_tokens": num_read, "completion_tokens": num_written, "total_tokens": num_read + num_written}
+        return {**numbers, "prompt_tokens_details": {"memory_slots": self.num_slots}}
+
+
+def stream_event(value: dict[str, Any]) -> str:
+    """Return a server-sent event."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 class _HandingOver(StoppingCriteria):

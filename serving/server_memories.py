@@ -34,7 +34,7 @@ class ProcessMemories:
 
     @property
     def absence(self) -> str:
-        """Why an id may be unknown."""
+        """Return the reasons why an id may be unknown."""
         return (
             f"it was never made, was deleted, or was the oldest when the {self.max_bytes:,} bytes for memories were "
             "full; a server with --store forgets none"
@@ -55,12 +55,12 @@ class ProcessMemories:
         return rows
 
     def get(self, ids: Sequence[str]) -> dict[str, CompressedContext]:
-        """Those of some memories that are there, of one row each."""
+        """Return the memories that are there, of one row each."""
         with self._lock:
             return {name: self._memories[name][0] for name in ids if name in self._memories}
 
     def text(self, memory_id: str) -> str | None:
-        """The text that a memory was made of."""
+        """Return the text of a memory."""
         with self._lock:
             return self._memories[memory_id][1] if memory_id in self._memories else None
 
@@ -103,7 +103,7 @@ class StoredMemories:
         return rows
 
     def get(self, ids: Sequence[str]) -> dict[str, CompressedContext]:
-        """Those of some memories that are there, of one row each, in the store's type."""
+        """Return the memories that are there, of one row each, in the store's type."""
         with self._lock:
             self.store.refresh()
             there = [name for name, is_there in zip(ids, self.store.contains(ids), strict=True) if is_there]
@@ -114,11 +114,9 @@ class StoredMemories:
         return {name: memory_of_columns(table.take([row]), self.store.form) for row, name in enumerate(there)}
 
     def text(self, memory_id: str) -> str | None:
-        """The text that a memory was made of; `None` where the store has none."""
+        """Return the text of a memory, or `None` where the store has none."""
         with self._lock:
-            self.store.refresh()
-            (found,) = self.store.contains([memory_id])
-            return self.store.texts([memory_id])[memory_id] if found else None
+            return self.store.texts([memory_id])[memory_id]
 
     def delete(self, memory_id: str) -> None:
         """Delete a memory."""

@@ -104,9 +104,7 @@ class Message(_Fields):
     @model_validator(mode="after")
     def _sources_before_words(self) -> Message:
         if any(isinstance(part, TextPart) for part in self.content[: len(self.sources)]):
-            raise ValueError(
-                "parts of type 'memory' or 'document' must stand before those of type 'text', as they are read"
-            )
+            raise ValueError("parts of type 'memory' or 'document' must stand before those of type 'text'")
         if len({part.type for part in self.sources}) > 1:
             raise ValueError("parts of type 'memory' and 'document' are not read together: name one kind")
         return self
@@ -153,7 +151,5 @@ class ChatRequest(_Fields):
     @model_validator(mode="after")
     def _sources_in_front(self) -> ChatRequest:
         if sum(len(message.sources) for message in self.messages) > len(self.sources):
-            raise ValueError(
-                "memories and documents are read in front of the first message of the user: name all of them there"
-            )
+            raise ValueError("memories and documents stand in the user's first message: name all of them there")
         return self
