@@ -23,11 +23,9 @@ def with_our_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
 
 
 def with_known_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
-    """Give the columns of published data sets our names, see `published_sets`, where we have none of that name.
+    """Give the columns of published data sets our names, see `published_sets`, where the source maps none to these.
 
-    Nothing else takes the place of what a source's `columns` map. Answers in a struct with a list `text`, as SQuAD has
-    them, or in a list of such structs become lists of texts. Of the options of RACE, QuAIL and QuALITY, the right one
-    is the answer; where none is named, there is no answer.
+    Of the options of RACE, QuAIL and QuALITY, the right one is the answer.
     """
     mapped = source.columns or {}
     table = _with_right_options(table, mapped)
@@ -67,11 +65,9 @@ def _with_right_options(table: pyarrow.Table, mapped: Mapping[str, str]) -> pyar
 def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     """Make texts of contexts that are passages with `title` and `sentences`, as in HotpotQA and 2WikiMultihopQA.
 
-    A passage is its title and below it its sentences; blank lines stand between passages, or with `separate_passages`
-    they are a list of texts. A context is null where the title or a sentence of a passage is. PubMedQA's `contexts`,
-    the parts of an abstract, become lines. Of a source with `supporting_passages`, those alone are taken that
-    `supporting_facts` names, as in the mean-pooling paper (A.1): by their number where it has `passage`, else by their
-    title; none where it is null.
+    Blank lines stand between passages, or `separate_passages` makes a list. PubMedQA's `contexts` become lines. With
+    `supporting_passages` those alone are taken that `supporting_facts` names, as in the mean-pooling paper (A.1): by
+    their number where it has `passage`, else by their title.
     """
     if not all(has_column(table, f"context.{name}") for name in ("title", "sentences")):
         if source.supporting_passages:
@@ -120,9 +116,8 @@ def kept_rows(table: pyarrow.Table, source: Any) -> pyarrow.Table:
             table = table.filter(_mask(column, wanted))
         # The last two are of a number that is larger than any of the column's.
         except (ValueError, pyarrow.ArrowNotImplementedError, TypeError, OverflowError) as error:
-            raise ValueError(
-                f"source {source.label!r}: where asks {name} for {wanted!r}, and it has {column.type}: {error}"
-            ) from error
+            what = f"source {source.label!r}: where asks {name}, of {column.type}, for {wanted!r}"
+            raise ValueError(f"{what}: {error}") from error
     return table
 
 

@@ -44,13 +44,7 @@ _KINDS: Mapping[str, pyarrow.DataType] = {
 
 @dataclass
 class Conversion:
-    """The result of a conversion.
-
-    Args:
-        path: the file.
-        rows: rows written.
-        skipped: rows left out, by the column that they lack.
-    """
+    """The result of a conversion: the file, the rows written, and those left out by the column that they lack."""
 
     path: Path
     rows: int = 0
@@ -72,11 +66,7 @@ def convert(
     separate_passages: bool = False,
     overwrite: bool = False,
 ) -> Conversion:
-    """Write a published data set as Parquet in our columns.
-
-    Files of questions have `id`, `context`, `question` and `answers` (a list), those of summaries `id`, `context` and
-    `summary`. The file's metadata names title, license, origin and what was left out. A file stands whole or not at
-    all.
+    """Write a published data set as Parquet in our columns; its metadata names title, license, origin and counts.
 
     Args:
         name: a name of `PUBLISHED_SETS`.
@@ -128,10 +118,8 @@ def _ours(table: pyarrow.Table, entry: PublishedSet, source: DataSource) -> pyar
     table = in_known_columns(table, source)
     missing = [name for name in TASK_COLUMNS[entry.task] if name != "id" and name not in table.column_names]
     if missing:
-        raise ValueError(
-            f"this is not the form that {entry.title} is published in: there is no {' and no '.join(missing)} among "
-            f"the columns {', '.join(table.column_names)}"
-        )
+        what = f"there is no {' and no '.join(missing)} among the columns {', '.join(table.column_names)}"
+        raise ValueError(f"this is not the form that {entry.title} is published in: {what}")
     if source.separate_passages and not is_list(table["context"].type):
         raise ValueError(f"the contexts of {entry.title} are texts: it has no passages that could stay apart")
     return table
@@ -149,21 +137,18 @@ def _complete(table: pyarrow.Table, entry: PublishedSet, source: DataSource, ski
 
 def _rows(entry: PublishedSet, split: str, source: str | None) -> Iterator[Mapping[str, Any]]:
     """Yield the published data as one record for each of our rows."""
-    paths = [] if source is None else list(map(Path, matching_paths(str(Path(source).expanduser()))))
-    if source is not None and not paths:
+    paths: list[Path | None] = [None]
+    if source is not None and not (paths := [*map(Path, matching_paths(str(Path(source).expanduser())))]):
         raise ValueError(f"there is no file {source}")
-    places: list[Path | None] = [*paths] or [None]
-    for path in places:
+    for path in paths:
         records = _hub_records(entry, split) if path is None else read_records(path)
         # Shown in a terminal alone.
         counted = tqdm(records, unit="row", desc=entry.title, disable=None)
         try:
             yield from counted if entry.rows is None else _ROWS[entry.rows](counted, path and path.parent, split)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(
-                f"{source or entry.place} is not in the form that {entry.title} is published in: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            what = f"{source or entry.place} is not in the form that {entry.title} is published in"
+            raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _hub_records(entry: PublishedSet, split: str) -> Iterator[Mapping[str, Any]]:
@@ -174,10 +159,7 @@ def _hub_records(entry: PublishedSet, split: str) -> Iterator[Mapping[str, Any]]
         for table in stream.iter(batch_size=_BATCH_ROWS):
             yield from table.to_pylist()
     except (OSError, RuntimeError) as error:
-        raise OSError(
-            f"{entry.hub} cannot be read from the Hub ({type(error).__name__}: {error}); with a copy of its files, "
-            "name them as source (--source)"
-        ) from error
+        raise OSError(f"{entry.hub} cannot be read: name a copy of its files (--source): {error}") from error
 
 
 # --- rows of data sets that are published in a form of their own ---
@@ -217,8 +199,7 @@ def passage_rows(records: Iterable[Record], folder: Path | None, split: str) -> 
 def retrieved_passage_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
     """NaturalQuestions with retrieved documents: of "Lost in the middle" as they lie, or 20 of DPR's for a question.
 
-    DPR's training file has documents with the answer apart from those without. The first one of the former stands
-    among 19 of the latter, the hard ones first, at a place that the question draws: the same in every run.
+    Of DPR, the first document with the answer stands among 19 without it, at a place that the question draws.
     """
     for record in records:
         passages = record.get("ctxs")
@@ -247,11 +228,8 @@ def retrieved_passage_rows(records: Iterable[Record], folder: Path | None, split
 
 def interview_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
     """MediaSum's news_dialogue.json: a line for each turn, speaker in front. Its other file tells the splits."""
-    path = Path(folder or ".") / "train_val_test_split.json"
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}, which has the splits of MediaSum")
-    with open(path, encoding="utf-8-sig") as file:
-        kept = set(json.load(file)[{"validation": "val"}.get(split, split)])
+    splits = json.loads((Path(folder or ".") / "train_val_test_split.json").read_text(encoding="utf-8-sig"))
+    kept = set(splits[{"validation": "val"}.get(split, split)])
     for record in records:
         if record["id"] in kept:
             turns = zip(record["speaker"], record["utt"], strict=True)
@@ -318,16 +296,8 @@ def _parsed(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
 
 
-_ROWS: Mapping[str, Callable[[Iterable[Record], Path | None, str], Iterator[Record]]] = {
-    function.__name__: function
-    for function in (
-        paragraph_rows,
-        passage_rows,
-        retrieved_passage_rows,
-        interview_rows,
-        paper_question_rows,
-        choice_rows,
-        instruction_rows,
-        meeting_rows,
-    )
-}
+_FUNCTIONS: tuple[Callable[[Iterable[Record], Path | None, str], Iterator[Record]], ...] = (
+    *(paragraph_rows, passage_rows, retrieved_passage_rows, interview_rows),
+    *(paper_question_rows, choice_rows, instruction_rows, meeting_rows),
+)
+_ROWS = {function.__name__: function for function in _FUNCTIONS}

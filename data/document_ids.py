@@ -23,41 +23,32 @@ _WHAT = "first 12 hexadecimal digits of the SHA-256 of each text, in lower case 
 
 
 def document_id(text: str) -> str:
-    """Twelve hexadecimal digits that a text has wherever it comes from; spaces and capitals make no difference."""
+    """Return twelve hexadecimal digits of a text, whatever its spaces and capitals."""
     return hashlib.sha256(" ".join(text.lower().split()).encode()).hexdigest()[:12]
 
 
 def source_ids(source_texts: Sequence[str] | None) -> list[str]:
-    """Ids of the documents that a row is cut from, see `document_id`."""
-    return list(dict.fromkeys(map(document_id, _whole_texts(source_texts))))
+    """Return the ids of the documents that a row is cut from, see `document_id`."""
+    if isinstance(source_texts, str):
+        raise ValueError(f"source_texts must be a list of whole texts, got {source_texts!r:.40}")
+    return list(dict.fromkeys(map(document_id, source_texts or ())))
 
 
 def ends_as_source(text: str, source_texts: Sequence[str] | None) -> bool:
     """Return True if a row's text reaches the end of a document; False if it is cut from a longer text."""
-    end, wholes = text.rstrip(), _whole_texts(source_texts)
-    return not wholes or any(whole.rstrip().endswith(end) for whole in wholes)
-
-
-def _whole_texts(source_texts: Sequence[str] | None) -> Sequence[str]:
-    if source_texts is None:
-        return ()
-    if isinstance(source_texts, str):
-        raise ValueError(f"source_texts must be a list of whole texts, got {source_texts!r:.40}")
-    return source_texts
+    return not source_texts or any(whole.rstrip().endswith(text.rstrip()) for whole in source_texts)
 
 
 def source_ids_of(table: pyarrow.Table) -> set[str]:
-    """Ids of the documents that rows are cut from, as far as they have `source_texts`; raises as `source_ids`."""
+    """Return the ids of the documents that rows are cut from, as far as they have `source_texts`."""
     named = table["source_texts"].to_pylist() if "source_texts" in table.column_names else []
     return {name for source_texts in named for name in source_ids(source_texts)}
 
 
 def record_file(place: str | os.PathLike[str], name: str, on_hub: bool = False) -> Path | None:
-    """A file that a training left beside its checkpoint, or `None` where there is none."""
-    path: str | None = None
-    if str(place) and Path(place).is_dir():
-        path = str(Path(place) / name)
-    elif str(place) and on_hub:
+    """Return the path of a file beside a checkpoint, or `None` where there is none."""
+    path: str | Path | None = Path(place) / name
+    if str(place) and not Path(place).is_dir() and on_hub:
         quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
         try:
             path = cached_file(str(place), name, **quiet)
@@ -68,14 +59,9 @@ def record_file(place: str | os.PathLike[str], name: str, on_hub: bool = False) 
 
 @dataclass
 class TrainingDocuments:
-    """The documents that a checkpoint has seen, in all stages of its training that this package ran.
+    """Ids of the documents that trained a checkpoint and chose it, in all stages; generated ones are not among them.
 
-    Generated documents are not among them: those of training and of tests have no names in common.
-
-    Args:
-        trained: ids of what it learned from.
-        chose: ids of what its losses were measured on while it trained.
-        is_whole: False after a stage that left no record.
+    `is_whole` is False after a stage that left no record.
     """
 
     trained: set[str] = field(default_factory=set)

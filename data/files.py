@@ -30,9 +30,8 @@ def read_files(source: Any, data_dir: str | None = None) -> pyarrow.Table:
     paths = matching_paths(source.path, data_dir)
     if not paths:
         pattern = Path(data_dir or ".").expanduser() / source.path
-        names = [entry.name for entry in pattern.parent.iterdir()] if pattern.parent.is_dir() else []
-        reason = nearest(pattern.name, names) if names else "; give the folder with the data files as data_dir"
-        raise ValueError(f"source {source.path!r}: there is no file {pattern}{reason}")
+        names = [entry.name for entry in pattern.parent.glob("*")]
+        raise ValueError(f"source {source.path!r}: there is no file {pattern}{nearest(pattern.name, names)}")
     tables, files = [], []
     for path in map(Path, paths):
         check_choice(f"file type of {path}:", path.suffix, FILE_TYPES)
@@ -166,8 +165,7 @@ def _merged(tables: Sequence[pyarrow.Table], files: Sequence[Path], source: Any)
             merged[name] = pyarrow.concat_tables(parts, promote_options="permissive")[name]
         except UNREADABLE as error:
             if name in _READ_COLUMNS:
-                found = " and ".join(f"{kind} in {file}" for kind, file in kinds.items())
-                raise ValueError(
-                    f"source {source.label!r}: column {name!r} must be of one type in all files, got {found}"
-                ) from error
+                types = " and ".join(f"{kind} in {file}" for kind, file in kinds.items())
+                what = f"source {source.label!r}: column {name!r} must be of one type in all files"
+                raise ValueError(f"{what}, got {types}") from error
     return pyarrow.table(merged)

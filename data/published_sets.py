@@ -24,12 +24,7 @@ class PublishedSet:
     """A data set as it is published.
 
     Args:
-        title: what reports and cards call it.
-        license: as its publisher states it.
         hub: its repository on the Hub; `None` where it lies elsewhere, or as a script that `datasets` no longer runs.
-        config: the Hub data set's configuration.
-        splits: those that it has.
-        task: "question_answering" or "summarization".
         columns: our column -> its own, with dots into structs.
         rows: function of `convert_published` that makes rows of its records, where these are not rows.
         keeps: further columns of a converted file, null where the published form at hand lacks them.

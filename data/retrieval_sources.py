@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Retrieval collections of a recipe: a corpus, queries, and which documents answer which query.
 
-A source is three tables, as retrieval benchmarks have them, each a Parquet or JSONL file or a data set on the Hub:
-
-    corpus: {path: corpus.parquet}        # id, text, and title where there is one
-    queries: {path: queries.parquet}      # id, query
-    relevance: {path: qrels.parquet}      # query_id, doc_id, and score where there is one: above 0 is relevant
-
-`RetrievalSource.from_beir` takes a folder of BEIR (corpus.jsonl, queries.jsonl, qrels/*.tsv) or its copy on the Hub.
+A source is three tables, each a Parquet or JSONL file or a data set on the Hub: `corpus` (id, text, perhaps title),
+`queries` (id, query), and `relevance` (query_id, doc_id, perhaps score, where above 0 is relevant).
 """
 
 from __future__ import annotations
@@ -59,11 +54,11 @@ class RetrievalTable:
 
     @property
     def label(self) -> str:
-        """The name to show: Hub name or path."""
+        """Return the name to show: Hub name or path."""
         return str(self.name or self.path)
 
     def column(self, ours: str) -> str:
-        """The table's own name of a column."""
+        """Return the table's own name of a column."""
         return (self.columns or {}).get(ours, ours)
 
     def rows(self, data_dir: str | None) -> Iterator[Mapping[str, Any]]:
@@ -93,7 +88,7 @@ class RetrievalSource:
 
     @property
     def label(self) -> str:
-        """The name to show: its corpus'."""
+        """Return the name to show, that of its corpus."""
         return self.corpus.label
 
     @classmethod
@@ -112,25 +107,17 @@ class RetrievalSource:
         folder, columns = Path(place), _BEIR_COLUMNS
         if not folder.is_dir():
             name = os.fspath(place)
-            corpus, queries = (
-                RetrievalTable(name=name, config=part, split=part, columns=columns[part])
-                for part in ("corpus", "queries")
-            )
-            return cls(corpus, queries, RetrievalTable(name=name, split=split, columns=columns["relevance"]))
+            texts = {n: RetrievalTable(name, config=n, split=n, columns=columns[n]) for n in ("corpus", "queries")}
+            return cls(**texts, relevance=RetrievalTable(name, split=split, columns=columns["relevance"]))
         check_choice(f"split of {place}:", split, sorted(path.stem for path in folder.glob("qrels/*.tsv")))
-        return cls(
-            corpus=RetrievalTable(path=str(folder / "corpus.jsonl"), columns=columns["corpus"]),
-            queries=RetrievalTable(path=str(folder / "queries.jsonl"), columns=columns["queries"]),
-            relevance=RetrievalTable(path=str(folder / "qrels" / f"{split}.tsv"), columns=columns["relevance"]),
-        )
+        files = {"corpus": "corpus.jsonl", "queries": "queries.jsonl", "relevance": f"qrels/{split}.tsv"}
+        return cls(**{n: RetrievalTable(path=str(folder / file), columns=columns[n]) for n, file in files.items()})
 
 
 class JudgedQueries:
-    """The queries of a source that have a relevant document, and its corpus, which is read as a stream.
+    """The queries of a source that have a relevant document, with document id -> grade, and its corpus as a stream.
 
-    Attributes:
-        pairs: ids of a query and of a document that answers it, in the order of the relevance table.
-        query_ids, queries, grades: of each query its id, its text, and document id -> grade.
+    `pairs` are ids of a query and of a document that answers it, in the order of the relevance table.
     """
 
     def __init__(self, source: RetrievalSource | Mapping[str, Any], data_dir: str | None = None):
@@ -152,13 +139,13 @@ class JudgedQueries:
         self.grades = list(by_query.values())
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        """Id and text, title in front, of one document after the other; of a file, only ids stay in memory."""
+        """Yield the id and text, title in front, of each document; of a file, only ids stay in memory."""
         for key, text, title in _texts("text", self._source.corpus, self._data_dir):
             yield key, f"{title or ''} {text}".strip()
 
 
 def _texts(column: str, table: RetrievalTable, data_dir: str | None) -> Iterator[tuple[str, str, str | None]]:
-    """Id, text and title of one row of a table after the other; raises `ValueError` for an id that stands twice."""
+    """Yield id, text and title of each row of a table; `ValueError` for an id that comes again."""
     id_column, text_column, title_column = (table.column(ours) for ours in ("id", column, "title"))
     seen: set[str] = set()
     for number, row in enumerate(table.rows(data_dir)):
@@ -174,12 +161,11 @@ def _texts(column: str, table: RetrievalTable, data_dir: str | None) -> Iterator
 
 
 def _grades(table: RetrievalTable, data_dir: str | None) -> Iterator[tuple[str, str, float]]:
-    """Query id, document id and grade, of pairs with a grade above 0."""
+    """Yield query id, document id and grade of the pairs with a grade above 0."""
     query, document, score = (table.column(ours) for ours in ("query_id", "doc_id", "score"))
     for row in table.rows(data_dir):
-        for name in (query, document):
-            if name not in row:
-                raise ValueError(f"{table.label!r} has no column {name!r}, which relevance needs{nearest(name, row)}")
+        if missing := [name for name in (query, document) if name not in row]:
+            raise ValueError(f"{table.label!r} has no column {missing[0]!r}{nearest(missing[0], row)}")
         if (grade := float(row.get(score, 1))) > 0:
             yield str(row[query]), str(row[document]), int(grade) if grade.is_integer() else grade
 
@@ -193,6 +179,6 @@ class TextEncoder:
         self._room = max_tokens - len(self._start) - len(self._end)
 
     def __call__(self, text: str) -> tuple[list[int], int]:
-        """Token ids of a text, and how many of it were cut off."""
+        """Return the token ids of a text, and the number of those that were cut off."""
         ids = encode(self._tokenizer, text)
         return [*self._start, *ids[: self._room], *self._end], max(0, len(ids) - self._room)

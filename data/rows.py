@@ -38,10 +38,7 @@ from .synthetic_documents import MAX_TOKENS, MIN_TOKENS, GeneratedDocument, gene
 logger = logging.getLogger(__name__)
 
 _TEXT_TASKS = ("reconstruction", "continuation")
-_NEEDED_COLUMNS = {
-    "question_answering": ("context", "question", "answers"),
-    "summarization": ("context", "summary"),
-}
+_NEEDED_COLUMNS = {"question_answering": ("context", "question", "answers"), "summarization": ("context", "summary")}
 _ALL_TEXTS = ("context", "question", "summary", "text")
 _STREAMED_ROWS = 1000
 # Rows that are drawn in place of one that will not do.
@@ -64,13 +61,7 @@ class PassageText(str):
 def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) -> pyarrow.Table:
     """Read the rows of a file or Hub source, in our columns, and check that its tasks have theirs.
 
-    Args:
-        source: where to read, and which rows; not a generated one. Without tasks, texts or contexts are needed alone.
-        data_dir: folder that local paths are relative to.
-        seed: draws the rows that `max_samples` keeps.
-
-    Raises:
-        ValueError: no such file, a missing column, no row, or a row that lacks a value which the tasks need.
+    Without tasks, texts or contexts are needed alone. `seed` draws the rows that `max_samples` keeps.
     """
     if source.streaming:
         table = _streamed(source)
@@ -81,18 +72,12 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
     columns = table.column_names
     if source.by is not None:
         column_of(table, source.by, source)
-    for task in source.tasks:
-        for column in _NEEDED_COLUMNS.get(task, ()):
-            if column not in columns:
-                raise ValueError(
-                    f"source {source.label!r} has no column {column!r}, which {task} needs{nearest(column, columns)}"
-                )
     for task in source.tasks or _TEXT_TASKS[:1]:
-        if task in _TEXT_TASKS and not {"text", "context"} & set(columns):
-            raise ValueError(
-                f"source {source.label!r} has no column 'text' or 'context', which {task} needs"
-                f"{nearest('text', columns)}"
-            )
+        needed = _NEEDED_COLUMNS.get(task) or (context_column(task, columns),)
+        for column in needed:
+            if column not in columns:
+                what = f"source {source.label!r} has no column {column!r}"
+                raise ValueError(f"{what}, which {task} needs{nearest(column, columns)}")
     if source.skip_incomplete:
         kept = _complete_rows(table, source)
         _say_left_out(source, table.num_rows - kept.num_rows, table.num_rows)
@@ -182,11 +167,9 @@ def _text_columns(source: DataSource, columns: Sequence[str]) -> list[str]:
 
 
 def with_values(table: pyarrow.Table, column: str, source: Any) -> pyarrow.Table:
-    """Check a column that a task reads; its lists lose nulls and blank texts.
+    """Check a column that a task reads, and take nulls and blank texts out of its lists.
 
-    Raises:
-        ValueError: a column that holds no texts, or its first row without a value. A context may be blank, and so may
-            a benchmark's question.
+    A context may be blank, and so may a benchmark's question.
     """
     values = without_blanks(table[column])
     kind, place = values.type, (source.columns or {}).get(column, column)
@@ -196,10 +179,8 @@ def with_values(table: pyarrow.Table, column: str, source: Any) -> pyarrow.Table
     filled = values.is_valid() if may_be_blank and is_text(kind) else has_value(values)
     row = pyarrow.compute.index(filled, False).as_py()
     if row >= 0:
-        raise ValueError(
-            f"source {source.label!r}: column {place!r} has no value in row {row} (counted from 0); "
-            "`skip_incomplete: true` of a source leaves such rows out"
-        )
+        what = f"source {source.label!r}: column {place!r} has no value in row {row} (counted from 0)"
+        raise ValueError(f"{what}; `skip_incomplete: true` leaves such rows out")
     return with_columns(table, {column: values})
 
 
@@ -217,10 +198,8 @@ def with_answer_lists(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     if is_list(kind) and is_text(kind.value_type):
         return table
     if pyarrow.types.is_nested(kind):
-        raise ValueError(
-            f"source {source.label!r}: answers must be strings or lists of strings, not {kind}; name their place with "
-            "columns, e.g. {answers: answers.text}"
-        )
+        what = f"source {source.label!r}: answers must be strings or lists of strings, not {kind}"
+        raise ValueError(f"{what}; name their place with columns, e.g. {{answers: answers.text}}")
     lists = pyarrow.array([[answer_text(answer)] for answer in table["answers"].to_pylist()])
     return with_columns(table, {"answers": lists})
 
@@ -364,10 +343,8 @@ class FileSource:
         # Contexts that are lists are compressed passage by passage.
         self.has_passages = any(is_list(table[name].type) for name in self._column_of_task.values())
         if source.separate_passages and not self.has_passages and source.contexts_per_document == 1:
-            raise ValueError(
-                f"separate_passages of source {source.label!r} keeps nothing apart, each of its contexts is one text: "
-                "leave it out, or give contexts_per_document"
-            )
+            what = f"source {source.label!r}: each context is one text"
+            raise ValueError(f"{what}: leave out separate_passages, or give contexts_per_document")
         self._texts = {
             name: TextColumn(table[name], tokenizer, is_shared="question" in self.columns)
             for name in dict.fromkeys(self._column_of_task.values())

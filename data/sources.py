@@ -94,9 +94,7 @@ class DataSource:
         if self.rows is not None and not (len(self.rows) == 2 and 0 <= self.rows[0] < self.rows[1]):
             raise ValueError(f"rows of source {self.label!r} must be [first, end], got {self.rows}")
         if self.streaming and (self.name is None or (self.rows is None and self.max_samples is None)):
-            raise ValueError(
-                f"streaming of source {self.label!r} needs the name of a data set, and rows or max_samples"
-            )
+            raise ValueError(f"streaming of source {self.label!r} needs a data set's name, and rows or max_samples")
         for column in self.columns or {}:
             check_choice(f"column of source {self.label!r}:", column, COLUMNS)
 
@@ -134,23 +132,20 @@ def parse_sources(entries: Sequence[str | DataSource | Mapping[str, Any]], split
         entries: mappings as in a recipe; such a mapping as a text, `{name: mrqa-workshop/mrqa, by: subset}`; a YAML
             file with a list of entries, or a recipe's `sources`; or the short form `[TITLE=]PLACE[#MAX_SAMPLES]`,
             where the place is a file, `HUB_NAME[:CONFIG][@SPLIT]`, or `generated[:KIND]`.
-        split: of what names none.
-
-    Raises:
-        ValueError: what `DataSource` refuses, or a text that is no YAML.
+        split: of sources that name none.
     """
-    found = []
+    sources = []
     for entry in entries:
         if isinstance(entry, str) and Path(entry).suffix in (".yaml", ".yml"):
             content = read_yaml(Path(entry))
-            found += parse_sources(content["sources"] if isinstance(content, Mapping) else content, split)
+            sources += parse_sources(content["sources"] if isinstance(content, Mapping) else content, split)
             continue
         if isinstance(entry, str):
             entry = source_fields(entry)
         if isinstance(entry, Mapping):
             entry = {"split": split, **entry}
-        found.append(DataSource.from_mapping(entry, needs_tasks=False))
-    return found
+        sources.append(DataSource.from_mapping(entry, needs_tasks=False))
+    return sources
 
 
 def source_fields(text: str) -> dict[str, Any]:
@@ -159,14 +154,14 @@ def source_fields(text: str) -> dict[str, Any]:
         return parse_yaml(text, f"the source {text!r}")
     title, _, place = text.rpartition("=")
     counted, _, number = place.rpartition("#")
-    found: dict[str, Any] = {"title": title} if title else {}
+    fields: dict[str, Any] = {"title": title} if title else {}
     if counted and number.isdecimal():
-        found["max_samples"], place = int(number), counted
+        fields["max_samples"], place = int(number), counted
     if Path(place).suffix in FILE_TYPES:
-        return {**found, "path": place}
+        return {**fields, "path": place}
     hub, _, split = place.partition("@")
     name, _, config = hub.partition(":")
     if name == "generated":
-        found["generated"] = True
-        return found | ({"config" if config.endswith("_hop") else "kind": config} if config else {})
-    return {**found, "name": name, **({"config": config} if config else {}), **({"split": split} if split else {})}
+        fields["generated"] = True
+        return fields | ({"config" if config.endswith("_hop") else "kind": config} if config else {})
+    return {**fields, "name": name, **({"config": config} if config else {}), **({"split": split} if split else {})}

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated documents: plain-English records with questions whose answers stand in the text.
 
-Real text needs hours of training before two compressors can be told apart; these documents need minutes. Each one
-is a biography register, an inventory, a timetable or a ledger, made from a seed alone. Every value is unique inside
-its document, so that a question has one answer, and names and values of the test split never occur in training.
-They are a benchmark of their own, beside real text, never in its place.
+Compressors differ on them after minutes of training. Each document is a biography register, an inventory, a timetable
+or a ledger, made from a seed alone. A question has one answer; the splits share no name and no value.
 """
 
 from __future__ import annotations
@@ -170,9 +168,6 @@ def generate_document(
         kind: "biography", "inventory", "timetable" or "ledger"; drawn from the seed when `None`.
         split: "train" or "test"; names and values of the two never meet.
         count_tokens: number of tokens of a text, e.g. `lambda text: len(tokenizer(text).input_ids)`.
-
-    Raises:
-        ValueError: a length that is not allowed, or in which no sentence fits.
     """
     if not MIN_TOKENS <= num_tokens <= MAX_TOKENS:
         raise ValueError(f"num_tokens must be {MIN_TOKENS} to {MAX_TOKENS}, got {num_tokens}")
@@ -197,8 +192,6 @@ def generate_document(
         if full:
             break
     if not kept:
-        raise ValueError(
-            f"no sentence of kind {kind!r} fits into {num_tokens} tokens; try another seed or more tokens"
-        )
+        raise ValueError(f"no sentence of kind {kind!r} fits into {num_tokens} tokens: take more")
     rng.shuffle(questions)
     return GeneratedDocument(" ".join(kept.values()), tuple(questions), kind, split, seed)

@@ -16,10 +16,9 @@ NUM_SENTINELS = 100
 
 
 def add_task_tokens(tokenizer: PreTrainedTokenizerBase, names: Sequence[str] = TASK_TOKENS) -> dict[str, int]:
-    """Make task tokens special tokens of a tokenizer; those that it has already stay as they are.
+    """Make task tokens special tokens of a tokenizer, and return token -> id.
 
-    The base's embedding table is left alone: a compressor looks task tokens up by id in its own parameters
-    (`config.task_token_ids`). Returns token -> id.
+    The base's embedding table is left alone: a compressor has its own parameters for them (`config.task_token_ids`).
     """
     known = set(tokenizer.all_special_tokens)
     missing = [name for name in names if name not in known]
@@ -36,12 +35,10 @@ def add_sentinel_tokens(tokenizer: PreTrainedTokenizerBase, num_sentinels: int =
 def check_task_tokens(tokenizer: PreTrainedTokenizerBase, task_token_ids: Mapping[str, int]) -> None:
     """Raise `ValueError` naming the first task token that the tokenizer lacks or knows by another id."""
     for name, task_id in task_token_ids.items():
-        found = tokenizer.convert_tokens_to_ids(name) if name in tokenizer.all_special_tokens else None
-        if found != task_id:
-            raise ValueError(
-                f"the compressor's task token {name} has the id {task_id}, in the tokenizer it is {found}: take the "
-                "tokenizer that was saved with the checkpoint"
-            )
+        own_id = tokenizer.convert_tokens_to_ids(name) if name in tokenizer.all_special_tokens else None
+        if own_id != task_id:
+            what = f"the compressor's task token {name} has the id {task_id}, in the tokenizer it is {own_id}"
+            raise ValueError(f"{what}: take the tokenizer that was saved with the checkpoint")
 
 
 def task_start_ids(config: Any) -> dict[str, int]:

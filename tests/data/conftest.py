@@ -3,9 +3,8 @@
 
 import pytest
 from tiny_tokenizer import train_tokenizer
-from transformers import PreTrainedTokenizerFast
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     return train_tokenizer()

@@ -67,12 +67,6 @@ QASPER_ROW = {
 PAPER = "Below is a paper. Memorize the paper and answer my question after the paper.\n The paper begins. \n "
 BOOK = "Below is some paragraphs in the book, T. Memorize the content and answer my question after the book.\n"
 NO_ID = {"id": None, "question": "q"}
-OF_LONGBENCH = {
-    **dict.fromkeys(("task", "answer_prefix", "max_new_tokens", "all_classes", "length")),
-    **NO_ID,
-    "context": "c",
-    "answers": ["a"],
-}
 
 # Data set, the files that are published (texts, or records of a Parquet file), further arguments, what is written.
 FORMS = [
@@ -114,8 +108,6 @@ FORMS = [
         {**NO_ID, "context": "A: x\nB: y", "answers": ["a"]},
         {"id": None, "question": "r", "context": "A: x\nB: y", "answers": ["b"]},
     ]),
-    ("cnn_dailymail", {"3.0.0/test-00000-of-00001.parquet": [{"article": "c", "highlights": "s", "id": "7"}]},
-     {"split": "test"}, [{"id": "7", "context": "c", "summary": "s"}]),
     (
         "mediasum",
         {
@@ -128,12 +120,6 @@ FORMS = [
         {"split": "validation"},
         [{"id": "NPR-2", "context": "A, host: Hello.\nB: Hi.", "summary": "s2"}],
     ),
-    ("longbench", {"test.parquet": [{
-        "context": "c", "question": "q", "answers": ["a"], "answer_prefix": "Type:", "all_classes": ["a", "b"],
-        "task": "trec", "max_new_tokens": 64,
-    }]}, {"split": "test"}, [
-        {**OF_LONGBENCH, "task": "trec", "answer_prefix": "Type:", "max_new_tokens": 64, "all_classes": ["a", "b"]},
-    ]),
     ("samsum", {"train.json": json.dumps([
         {"id": "1", "summary": "s", "dialogue": "A: x\r\nB: y"}, {"id": "2", "summary": "s", "dialogue": None},
         {"id": "3", "summary": " ", "dialogue": "A: x"},
@@ -222,16 +208,11 @@ def test_the_command_reads_the_hub_and_says_what_it_wrote(tmp_path, monkeypatch,
     for wrong, message in (
         (words, "the output must be a new .parquet file"),
         (["data", "mrqa"], "name the file to write"),
-        (["data", "mrka", "x.parquet"], "unknown data set 'mrka'; did you mean 'mrqa'"),
         (["data", "squad", "x.parquet", "--split", "validaton"], "did you mean 'validation'"),
         (["data", "quac", "x.parquet"], "QuAC is not on the Hub: get it from https://quac.ai"),
-        ([*words, "--overwrite", "--source", "none"], "there is no file"),
         ([*words, "--overwrite", "--separate-passages"], "has no passages that could stay apart"),
         ([*words, *cut], "cut.json cannot be read, after"),
-        (
-            ["data", "2wikimqa", *words[2:], "--overwrite", "--source", other],
-            "not in the form that 2WikiMultihopQA is",
-        ),
+        (["data", "2wikimqa", *words[2:], "--overwrite", "--source", other], "not in the form that 2WikiMulti"),
         (["data", "pwc", *words[2:], "--overwrite", "--source", other], "there is no context and no answers"),
     ):
         assert cli.main(wrong) == 1

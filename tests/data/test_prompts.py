@@ -6,25 +6,13 @@ import pytest
 from context_compressors.data.prompts import TASKS, format_prompt, load_prompts, packaged_prompts
 
 
-def test_every_task_has_about_eight_different_templates():
-    for task, templates in load_prompts().items():
-        assert task in TASKS
-        assert len(set(templates)) == len(templates) >= 8
-
-
-def test_packaged_prompts_are_found_by_name(tmp_path):
+def test_packaged_prompts_are_found_by_name():
     assert set(packaged_prompts()) == {"chat", "comprexit", "default", "embedded", "gmsa", "memory_tokens"}
     assert format_prompt("reconstruction", path="gmsa") == "Restate the aforementioned Text."
     assert load_prompts("default") == load_prompts()
     assert format_prompt("question_answering", "Who?", path="memory_tokens") == "\n### Question:\nWho?\n### Answer:\n"
-    for name in ("memory_tokens", "embedded"):
-        # [AE] and [LM] are the prompt.
-        assert load_prompts(name)["reconstruction"] == load_prompts(name)["continuation"] == ("",)
-    assert format_prompt("question_answering", "Who?", path="embedded") == format_prompt("question_answering", "Who?")
     with pytest.raises(ValueError, match=r"no prompts 'memory-tokens'.*did you mean 'memory_tokens'"):
         load_prompts("memory-tokens")
-    with pytest.raises(ValueError, match="no prompts"):
-        load_prompts(str(tmp_path / "none.yaml"))
 
 
 def test_templates_are_drawn_by_the_seed():
@@ -40,7 +28,7 @@ def test_wrong_files_and_tasks_are_refused(tmp_path):
         load_prompts(str(file))
     other = tmp_path / "other.yaml"
     other.write_text("\n".join(f"{task}: ['no field']" for task in TASKS))
-    with pytest.raises(ValueError, match="question_answering template only"):
+    with pytest.raises(ValueError, match="stands once in a question_answering template"):
         load_prompts(str(other))
     file.write_text("summarization: [x\n")
     with pytest.raises(ValueError, match=r"prompts.yaml is not valid YAML: line 2, column 1"):

@@ -10,12 +10,8 @@ from hypothesis import strategies as st
 from context_compressors.data.synthetic_documents import KINDS, count_words, generate_document
 
 
-def has_word(text: str, word: str) -> bool:
+def has_word(text, word):
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
-
-
-def sentences_of(text: str) -> list[str]:
-    return [sentence + "." for sentence in text.rstrip(".").split(". ")]
 
 
 def test_documents_are_the_same_on_every_machine():
@@ -63,15 +59,3 @@ def test_train_and_test_share_no_name_and_no_answer(kind):
 
 
 MONTHS = "January February March April May June July August September October November December".split()  # noqa: SIM905
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_tokens": 31}, "num_tokens must be 32 to 4096, got 31"),
-        ({"num_tokens": 32, "count_tokens": lambda text: 1000}, "no sentence"),
-    ],
-)
-def test_wrong_arguments_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        generate_document(0, **fields)

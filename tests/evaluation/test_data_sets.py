@@ -153,7 +153,7 @@ def test_rows_are_kept_by_value_and_each_value_gets_a_data_set(tokenizer, mrqa):
     for where, message in (
         ({"subset": "NewsQ"}, r"has no rows where {'subset': 'NewsQ'}"),
         ({"sbset": "NewsQA"}, "no column 'sbset'; did you mean 'subset'"),
-        ({"length": "seven"}, "where asks length for 'seven', and it has int64"),
+        ({"length": "seven"}, "where asks length, of int64, for 'seven'"),
     ):
         with pytest.raises(ValueError, match=message):
             load_datasets([{**source, "where": where}], **read)
