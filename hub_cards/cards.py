@@ -57,7 +57,7 @@ _NOT_STATED = "not stated"
 
 @dataclass(frozen=True)
 class Score:
-    """A score at one ratio, the bounds and baselines of the same questions, and what a memory holds."""
+    """A score at one ratio, the bounds and baselines of the same questions, and the sizes of a memory."""
 
     task: str
     dataset: str
@@ -80,16 +80,13 @@ def write_card(
     license: str = "apache-2.0",
     new_version: str | None = None,
 ) -> Path:
-    """Write `README.md` of a checkpoint folder from its configuration, its training's record, and its scores.
-
-    A compressor with several ratios also gets pictures of quality by ratio, which the card shows.
+    """Write `README.md` of a checkpoint from its configuration, its training's record, and its scores, with pictures.
 
     Args:
-        folder: what `context-compressors train` made, with `recipe.yaml` and `training_summary.json`.
+        folder: of a training run, with `recipe.yaml` and `training_summary.json`.
         reports: evaluations of the checkpoint, or their files.
         limits: what it cannot do, one sentence each; never empty.
-        model_id: repository or folder that the card's snippet loads; when `None` it is `folder`, without where that is
-            on this machine.
+        model_id: repository or folder that the card's snippet loads; the folder's name when `None`.
         license: license of the weights, as the Hub writes it.
         new_version: repository of the checkpoint that replaces this one.
 
@@ -135,12 +132,11 @@ def model_card(
     model_id: str,
     notes: Sequence[str] = (),
     datasets: Sequence[str] = (),
-    license: str = "apache-2.0",
-    new_version: str | None = None,
+    **metadata: str | None,
 ) -> str:
     """Return the card of a compressor: metadata for the Hub, use, scores, training, limits, method and citation.
 
-    Arguments as of `write_card`; `training` is a section's text, `notes` are paragraphs below the table of scores.
+    `training` is a section's text, `notes` are paragraphs below the table of scores.
     """
     if not limits:
         raise ValueError("a card names what the checkpoint cannot do: give at least one limit")
@@ -156,11 +152,10 @@ def model_card(
         datasets=list(dict.fromkeys(datasets)) or None,
         model_name=title,
         language="en",
-        license=license,
         library_name="transformers",
         pipeline_tag="feature-extraction" if is_retrieval else "text-generation",
         eval_results=list(map(_eval_result, scores)) or None,
-        **({"new_version": new_version} if new_version else {}),
+        **{"license": "apache-2.0", **{name: value for name, value in metadata.items() if value}},
     )
     parts = [f"## {name}\n\n{text}" for name, text in sections.items()]
     opening = (title, summary_of(config), facts(config), usage(config, model_id))
@@ -179,7 +174,7 @@ def method_text(config: CompressorConfig) -> str:
 
 
 def score_table(scores: Sequence[Score]) -> str:
-    """A Markdown table of scores, beside no context, what else was tried and full context, with what memories hold."""
+    """Return a Markdown table of scores, beside no context, the baselines and full context, with sizes of memories."""
     if not scores:
         return "Not measured."
     others = list(dict.fromkeys(name for score in scores for name in score.alternatives))
@@ -214,31 +209,26 @@ def _scores(report: EvaluationReport) -> list[Score]:
     scores = []
     for task in report.tasks():
         for dataset in report.datasets(task):
+            by_condition = {condition: report.row(dataset, task, condition) for condition in report.conditions(task)}
             for metric, label in _METRICS[task].items():
-                rows = {
-                    condition: row
-                    for condition in report.conditions(task)
-                    if (row := report.row(dataset, task, condition)) is not None and metric in row.metrics
-                }
+                rows = {name: row for name, row in by_condition.items() if row is not None and metric in row.metrics}
                 values = {condition: row.metrics[metric] for condition, row in rows.items()}
                 for ratio in report.ratios(task):
-                    condition = ratio_condition(ratio)
-                    if condition not in values:
+                    if (row := rows.get(ratio_condition(ratio))) is None:
                         continue
-                    row = rows[condition]
-                    found = {name: values.get(f"{kind}={ratio}") for kind, name in _ALTERNATIVES.items()}
                     low, high = row.intervals.get(metric, (math.nan, math.nan))
+                    names = {name: f"{kind}={ratio}" for kind, name in _ALTERNATIVES.items()}
                     scores.append(
                         Score(
                             task,
                             dataset,
                             label,
                             ratio,
-                            values[condition],
+                            row.metrics[metric],
                             interval=None if math.isnan(low) else (low, high),
                             no_context=values.get(NO_CONTEXT),
                             full_context=values.get(FULL_CONTEXT),
-                            alternatives={name: value for name, value in found.items() if value is not None},
+                            alternatives={name: values[key] for name, key in names.items() if key in values},
                             costs=_costs(row, metric),
                         )
                     )
@@ -309,7 +299,7 @@ def _notes(report: EvaluationReport) -> list[str]:
 
 
 def _training(folder: Path) -> tuple[str, list[str]]:
-    """The section on a checkpoint's training, and the Hub ids of its data."""
+    """Return the section on a checkpoint's training, and the Hub ids of its data."""
     own_recipe, summary_file = folder / "recipe.yaml", folder / "training_summary.json"
     try:
         summary = json.loads(summary_file.read_text(encoding="utf-8"))
@@ -329,22 +319,24 @@ def _training(folder: Path) -> tuple[str, list[str]]:
         for title, license_, note, hub_id in rows
     ]
     tokens, contexts, hours = (summary.get(name) for name in ("input_tokens", "context_tokens", "hours"))
-    told = [f"Steps: {steps:,}" if steps else "Steps: none, fitted to contexts"]
+    facts_of_run = [f"Steps: {steps:,}" if steps else "Steps: none, fitted to contexts"]
     # A run that does not count its tokens leaves 0.
     if tokens:
-        told.append(f"Tokens: {tokens:,}" + (f" of text, {contexts:,} of compressed contexts" if contexts else ""))
+        facts_of_run.append(
+            f"Tokens: {tokens:,}" + (f" of text, {contexts:,} of compressed contexts" if contexts else "")
+        )
     elif contexts:
-        told.append(f"Tokens: {contexts:,} of contexts")
-    told += [f"Seeds: {seed}", f"Hardware: {device}" + (f", {hours:g} hours" if hours is not None else "")]
-    told.append(f"Recipe: `{own_recipe.name}`")
+        facts_of_run.append(f"Tokens: {contexts:,} of contexts")
+    facts_of_run += [f"Seeds: {seed}", f"Hardware: {device}" + (f", {hours:g} hours" if hours is not None else "")]
+    facts_of_run.append(f"Recipe: `{own_recipe.name}`")
     versions = [f"{name} {summary[name]}" for name in ("torch", "transformers") if name in summary]
-    told += [f"Versions: {', '.join(versions)}"] * bool(versions)
+    facts_of_run += [f"Versions: {', '.join(versions)}"] * bool(versions)
     table = markdown_table(["data", "license", "what of it"], cells)
-    return "\n".join([table, "", *(f"- {fact}" for fact in told)]), [row[3] for row in rows if row[3]]
+    return "\n".join([table, "", *(f"- {fact}" for fact in facts_of_run)]), [row[3] for row in rows if row[3]]
 
 
 def _data_row(entry: Mapping[str, Any]) -> tuple[str, str, str, str | None]:
-    """Title, license, a note on what was used, and Hub id of a recipe's source."""
+    """Return title, license, a note on what was used, and Hub id of a recipe's source."""
     source: Any = (RetrievalSource if "corpus" in entry else DataSource).from_mapping(entry)
     title, license_, hub_id = source.title, source.license, source.hub_id
     if isinstance(source, RetrievalSource):
@@ -369,8 +361,7 @@ def _data_row(entry: Mapping[str, Any]) -> tuple[str, str, str, str | None]:
 
 
 def _hub_name(name: str | None) -> str | None:
-    """A data set's id on the Hub, also where it is called by its short name; `None` for a folder, which a training
-    records as one."""
+    """Return a data set's id on the Hub, also for its short name in the register; `None` for a folder."""
     if name is None or name.startswith((".", "/", "~")):
         return None
     return PUBLISHED_SETS[name].hub or name if name in PUBLISHED_SETS else name

@@ -16,14 +16,8 @@ from typing import Any
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
 # What `save_pretrained`, a training run, a card and tokenizers write, and licenses.
 _WRITTEN = (
-    *(
-        "config.json",
-        "generation_config.json",
-        "adapter_config.json",
-        "*processor_config.json",
-        "*.safetensors.index.json",
-    ),
-    *("model*.safetensors", "adapter_model.safetensors", "*.py", "*.jinja"),
+    *("config.json", "generation_config.json", "adapter_config.json", "*processor_config.json"),
+    *("*.safetensors.index.json", "model*.safetensors", "adapter_model.safetensors", "*.py", "*.jinja"),
     *(*_VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("training_summary.json", "training_documents.json", "recipe.yaml", "requirements.txt"),
     *("README.md", "*.png"),
@@ -44,15 +38,10 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check_files(folder: Path, include: Sequence[str] = ()) -> tuple[list[Path], list[str]]:
-    """The files of a checkpoint's folder, by their paths in it, and the names of those that are left out.
+    """Return the files of a checkpoint's folder, by their paths in it, and the names of those that are left out.
 
-    Args:
-        folder: the checkpoint, or the folder of the training run that made it.
-        include: further files by their paths in it, which are taken as they are.
-
-    Raises:
-        ValueError: a file to include that is not there; or the first one that is a link out of the folder, not what
-            its name says, or that holds a secret, a path of a machine or the address of somebody else's code.
+    Files of `include` are taken as they are. `ValueError` names the first other file that is a link out of the folder,
+    not what its name says, or that holds a secret, a path of a machine or the address of somebody else's code.
     """
     from ..modeling.checkpoint.encoder_tokenizer import ENCODER_TOKENIZER
 
@@ -122,22 +111,18 @@ def _check_texts(folder: Path, texts: Mapping[Path, str]) -> None:
         if token := _HUB_TOKEN.search(text):
             raise ValueError(f"{path} holds an access token, {token[0][:6]}...: take it out, and revoke it")
     for path, kind, secret in _secrets(searched):
-        raise ValueError(
-            f"{path} holds what looks like a secret ({kind}), {secret[:6]}...: take it out, and revoke it, or pass "
-            f"--include {path}"
-        )
+        what = f"{path} holds what looks like a secret ({kind}), {secret[:6]}..."
+        raise ValueError(f"{what}: take it out, and revoke it, or pass --include {path}")
 
 
 def _secrets(texts: Mapping[Path, str]) -> Iterator[tuple[Path, str, str]]:
-    """Return the secrets that detect-secrets finds: file, kind and secret."""
+    """Yield the secrets that detect-secrets finds: file, kind and secret."""
     try:
         from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
         from detect_secrets.core.scan import scan_file
         from detect_secrets.settings import transient_settings
     except ImportError as error:
-        raise ImportError(
-            "files are searched for secrets before they are uploaded: pip install -e '.[publish]'"
-        ) from error
+        raise ImportError("files are searched for secrets before an upload: pip install -e '.[publish]'") from error
     # Commits, checksums and versions are no secrets.
     kinds: Any = get_mapping_from_secret_type_to_class()
     names = {kind.__name__ for kind in kinds.values()}

@@ -32,21 +32,19 @@ def build_repository(
 ) -> Path:
     """Build the folder of a Hub repository: weights, configuration, flat code, tokenizer and card with a license.
 
-    The same checkpoint gives the same bytes each time. Files that this package does not write stay behind, and a
-    warning names them.
+    The same checkpoint gives the same bytes each time. A warning names files that this package does not write.
 
     Args:
-        checkpoint: what `save_pretrained` or the train command made; it is left as it is.
+        checkpoint: a saved checkpoint, or the folder of a training run; it is left as it is.
         target: a folder that does not exist, or is empty.
         weights: "saved" as in the checkpoint, "light" without the base's weights, or "full" with them.
-        base_model: where the base is, Hub repository or folder, if not where the checkpoint says.
+        base_model: Hub repository or folder of the base, if not where the checkpoint says.
         license: license of the weights, as the Hub writes it; that of the card or of the base when `None`.
         local_files_only: open no connection; a base then comes from a folder or the cache.
         include: further files by their paths in the checkpoint, which are taken unseen.
 
     Raises:
-        ValueError: a file that must not be public, no license, one that is not the base's, or another value that is
-            not allowed.
+        ValueError: a file that must not be public, no license, or one that is not the base's.
     """
     from transformers.utils import logging
 
@@ -98,10 +96,11 @@ def _config(folder: Path) -> PreTrainedConfig:
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    """The Auto class that loads a checkpoint with its head."""
-    import transformers
+    """Return the Auto class that loads a checkpoint with its head."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForTextEncoding
 
-    return getattr(transformers, config.auto_class)
+    classes = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForTextEncoding)
+    return next(auto_class for auto_class in classes if auto_class.__name__ == config.auto_class)
 
 
 def _convert(checkpoint: Path, target: Path, weights: str, base_model: str | None, local_files_only: bool) -> None:
@@ -127,16 +126,11 @@ def _convert(checkpoint: Path, target: Path, weights: str, base_model: str | Non
 
 def _complete_code(config: PreTrainedConfig, folder: Path) -> None:
     """Write the code beside the weights, unless the checkpoint brought its own, and the handler of an endpoint."""
-    from transformers.dynamic_module_utils import get_relative_imports
-
     from ..modeling.checkpoint.remote_code import write_code
 
     files = [folder / f"{entry.partition('.')[0]}.py" for entry in config.auto_map.values()]
     if not all(file.is_file() for file in files):
         write_code(_auto_class(config)._model_mapping[type(config)], type(config), folder)
-    outside = [name for file in folder.glob("*.py") for name in get_relative_imports(file) if name.startswith(".")]
-    if outside:
-        raise ValueError(f"the code imports .{outside[0]} from outside the folder: save the checkpoint again")
     if config.auto_class == "AutoModelForCausalLM" and not (folder / "handler.py").exists():
         shutil.copyfile(Path(__file__).with_name("handler.py"), folder / "handler.py")
         (folder / "requirements.txt").write_text("peft>=0.19\ntransformers>=5.17\n", encoding="utf-8")
@@ -153,38 +147,27 @@ def _base_folder(config: PreTrainedConfig, base_model: str | None, local_files_o
     name = base_model or config.base_model_name_or_path
     if name is not None and Path(name).is_dir():
         return Path(name)
-    kept = cached_base(name)
-    if kept is not None:
+    if (kept := cached_base(name)) is not None or not is_hub_id(name):
         return kept
-    if not is_hub_id(name):
-        return None
+    options = {"revision": config.base_model_revision, "local_files_only": local_files_only}
     try:
-        card = hf_hub_download(
-            name, "README.md", revision=config.base_model_revision, local_files_only=local_files_only
-        )
+        return Path(hf_hub_download(name, "README.md", **options)).parent
     except (OSError, HfHubHTTPError):
         return None
-    return Path(card).parent
 
 
 def _complete_card(config: PreTrainedConfig, folder: Path, license: str | None, base: Path | None) -> None:
-    import yaml
     from huggingface_hub import ModelCard
 
     if not (folder / "README.md").is_file():
         raise ValueError(f"a text compressor's card is written by hand: {folder.name} has no README.md")
-    try:
-        card = ModelCard.load(folder / "README.md")
-    except yaml.YAMLError as error:
-        raise ValueError(f"README.md starts with what is no YAML: {error}") from error
+    card = ModelCard.load(folder / "README.md")
     base_card = base / "README.md" if base is not None else None
     of_the_base = ModelCard.load(base_card).data.license if base_card is not None and base_card.is_file() else None
     stated = card.data.license
     if license is None and stated and of_the_base and stated != of_the_base:
-        raise ValueError(
-            f"the card says {stated!r}, and the base {config.base_model_name_or_path} is under {of_the_base!r}: pass "
-            "--license with the one that its terms allow"
-        )
+        what = f"the card says {stated!r}, and the base {config.base_model_name_or_path} is under {of_the_base!r}"
+        raise ValueError(f"{what}: pass --license with the one that its terms allow")
     chosen = license or stated or of_the_base
     if chosen is None:
         raise ValueError("neither the card nor the base's names a license: pass --license, such as apache-2.0")
@@ -197,28 +180,18 @@ def _complete_card(config: PreTrainedConfig, folder: Path, license: str | None, 
                 shutil.copyfile(file, folder / file.name)
 
 
-def push_repository(
-    folder: str | Path,
-    repo_id: str,
-    *,
-    tag: str,
-    private: bool = True,
-) -> str:
+def push_repository(folder: str | Path, repo_id: str, *, tag: str, private: bool = True) -> str:
     """Upload what `build_repository` made in one commit, tag it, and return the commit's address.
 
-    Raises:
-        ValueError: the tag exists, or the repository is public and should be private, or private and should be public.
+    A tag that exists, and a repository that is public or private against `private`, raise `ValueError`.
     """
     from huggingface_hub import HfApi
 
     api = HfApi()
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if private != (api.repo_info(repo_id).private is True):
-        raise ValueError(
-            f"{repo_id} is public already: pass --public to upload to it"
-            if private
-            else f"{repo_id} is there and private: upload without --public, and make it public in its settings"
-        )
+        what = "public already: pass --public" if private else "private: leave out --public, or make it public"
+        raise ValueError(f"{repo_id} is {what}")
     if tag in {reference.name for reference in api.list_repo_refs(repo_id).tags}:
         raise ValueError(f"{repo_id} has a version {tag!r} already: name another one with --tag")
     commit = api.upload_folder(

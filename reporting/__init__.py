@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every report needs: the machine that it was made on, result files, tables."""
+"""Parts of every report: the machine that made it, result files, tables."""

@@ -22,17 +22,9 @@ def rounded(value: Any) -> Any:
 
 
 def write_json(content: Mapping[str, Any], path: str | os.PathLike[str], indent: int | None = 2) -> Path:
-    """Write plain JSON values to a file, folders included, and return its path.
+    """Write plain JSON values to a file, in one line without `indent`, and return its path.
 
     The file is replaced at once: a run that is stopped leaves the old one whole.
-
-    Args:
-        content: plain JSON values.
-        path: the file.
-        indent: of nested values; everything in one line when `None`.
-
-    Raises:
-        ValueError: a number that is not finite.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,6 @@
 """Model cards: valid metadata, every number beside its bounds, and nothing left out."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,12 +24,12 @@ SCORES = [
 LIMITS = ["It has read English only.", "It was never asked about more than 512 tokens."]
 
 
-def config(**fields: object) -> MeanPoolingConfig:
+def config(**fields):
     fields = {"base_model_name_or_path": "org/base", "base_model_revision": "abc123", **fields}
     return MeanPoolingConfig(**{"compression_ratios": (4, 8), **fields})
 
 
-def card(**changes: object) -> str:
+def card(**changes):
     arguments = {"config": config(), "training": TRAINING, "scores": SCORES, "limits": LIMITS, **changes}
     return model_card(**arguments, model_id="me/mean-pooling-small")
 
@@ -70,7 +69,7 @@ def test_text_names_base_data_training_scores_limits_and_paper():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_a_text_with_its_citation(method: str):
+def test_every_method_has_a_text_with_its_citation(method):
     text = card(config=config_class(method)(), scores=[])
     assert text.count("## Method") == text.count("## Citation") == 1
     assert "@" in method_text(config_class(method)()).partition("```bibtex")[2]
@@ -78,7 +77,7 @@ def test_every_method_has_a_text_with_its_citation(method: str):
     assert ModelCard(text).data.tags[-1] == method.replace("_", "-")
 
 
-def test_the_snippet_of_a_method_with_task_tokens_asks_behind_its_token(tmp_path: Path):
+def test_the_snippet_of_a_method_with_task_tokens_asks_behind_its_token(tmp_path):
     backend = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "<s>": 2, "</s>": 3}, merges=[]))
     # As in Llama: whatever is tokenized gets BOS in front.
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
@@ -98,9 +97,7 @@ def test_the_snippet_of_a_method_with_task_tokens_asks_behind_its_token(tmp_path
 
 
 @pytest.mark.parametrize("placement", ["decoder", "encoder"])
-def test_the_snippets_of_an_encoder_decoder_ask_where_its_questions_are_placed(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_snippets_of_an_encoder_decoder_ask_where_its_questions_are_placed(placement, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     backend = Tokenizer(models.BPE(vocab={"<pad>": 0, "</s>": 1, "a": 2, "b": 3}, merges=[]))
     # As in T5: whatever is tokenized gets EOS behind.
@@ -123,24 +120,8 @@ def test_the_snippets_of_an_encoder_decoder_ask_where_its_questions_are_placed(
         assert names["answer"][:, 3:].equal(expected)
 
 
-def test_a_method_without_a_text_has_its_configurations_docstring():
-    class NewConfig(MeanPoolingConfig):
-        """Windows of tokens become slots.
-
-        Args:
-            kwargs: fields.
-        """
-
-        model_type = "new_compressor"
-
-        def __init__(self, **kwargs):
-            super().__init__(**kwargs)
-
-    assert method_text(NewConfig()) == "## Method\n\nWindows of tokens become slots."
-
-
 @pytest.mark.parametrize(("parent", "base"), [("me/parent", "me/parent"), ("parent", "org/base")])
-def test_a_fine_tuned_checkpoint_names_its_parent(parent: str, base: str):
+def test_a_fine_tuned_checkpoint_names_its_parent(parent, base):
     text = card(config=config(parent_model_name_or_path=parent))
     # The Hub draws a model's family tree from this field, where a folder's name means nothing.
     assert ModelCard(text).data.base_model == base

@@ -21,7 +21,7 @@ DOCUMENT = "The Harbour Museum opened in 1974 in a former rope factory."
 
 
 @pytest.mark.slow
-def test_an_endpoint_answers_from_a_context_and_from_its_memory(small_checkpoints: Path):
+def test_an_endpoint_answers_from_a_context_and_from_its_memory(small_checkpoints):
     folder = str(small_checkpoints / "mean_pooling")
     handler, parameters = EndpointHandler(folder), {"ratio": 4}
     model = MeanPoolingForCausalLM.from_pretrained(folder)
@@ -38,9 +38,7 @@ def test_an_endpoint_answers_from_a_context_and_from_its_memory(small_checkpoint
 
 
 @pytest.mark.slow
-def test_the_script_fits_a_compressor_and_names_what_it_needs(
-    small_checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_script_fits_a_compressor_and_names_what_it_needs(small_checkpoints, tmp_path, monkeypatch):
     script = ROOT / "examples" / "fit_compressor.py"
     block = re.search(r"^# /// script\n(.*?)^# ///$", script.read_text(), re.DOTALL | re.MULTILINE)[1]
     metadata = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))

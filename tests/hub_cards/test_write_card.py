@@ -5,13 +5,12 @@ import json
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import small_recipes
 import yaml
 from tiny_tokenizer import train_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from context_compressors import cli
 from context_compressors.evaluation.report import EvaluationReport
@@ -25,17 +24,17 @@ RUN = {**small_recipes.RUN, **SIZES, "seed": 7, "include_num_input_tokens_seen":
 COMPRESSOR = {"objective": "compression", "method_config": {"compression_ratios": [2, 4]}}
 
 
-def write_recipe(path: Path, **fields: object) -> str:
+def write_recipe(path, **fields):
     path.write_text(yaml.safe_dump({**RUN, **fields}), encoding="utf-8")
     return str(path)
 
 
-def new_tokenizer() -> PreTrainedTokenizerFast:
+def new_tokenizer():
     return train_tokenizer(vocab_size=300, num_texts=20)
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     """A folder with a language model, a compressor on it, and a report of each."""
     root = tmp_path_factory.mktemp("run")
     (root / "tales.jsonl").write_text(
@@ -68,28 +67,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def report(root: Path) -> EvaluationReport:
+def report(root):
     return EvaluationReport.load(root / "compressor.json")
 
 
-def card(*arguments: object, **options: object) -> str:
+def card(*arguments, **options):
     """The text of a card, tables without the spaces that align them."""
     return re.sub("(?<=[^ \n]) +", " ", write_card(*arguments, **options).read_text())
 
 
-def table_rows(text: str) -> list[list[str]]:
+def table_rows(text):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
 
 
-def run_snippet(text: str, **names: str) -> dict[str, object]:
-    code = text.partition("```python\n")[2].partition("```")[0]
-    namespace: dict[str, object] = dict(names)
-    exec(code, namespace)
-    return namespace
-
-
 @pytest.mark.slow
-def test_a_compressors_card_holds_every_score_beside_its_bounds(root: Path, report: EvaluationReport):
+def test_a_compressors_card_holds_every_score_beside_its_bounds(root, report):
     path = write_card(root / "compressor", [root / "compressor.json"], LIMITS)
     assert path == root / "compressor" / "README.md"
     rows = {tuple(row[:4]): row[4:] for row in table_rows(path.read_text())}
@@ -117,7 +109,7 @@ def test_a_compressors_card_holds_every_score_beside_its_bounds(root: Path, repo
 
 
 @pytest.mark.slow
-def test_a_compressors_card_holds_its_training(root: Path):
+def test_a_compressors_card_holds_its_training(root):
     text = card(root / "compressor", [root / "compressor.json"], LIMITS)
     summary = json.loads((root / "compressor" / "training_summary.json").read_text())
     for part in (
@@ -140,18 +132,7 @@ def test_a_compressors_card_holds_its_training(root: Path):
 
 
 @pytest.mark.slow
-def test_the_snippets_of_the_cards_run(root: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(root)
-    text = card("compressor", ["compressor.json"], LIMITS)
-    assert 'name = "compressor"' in text
-    names = run_snippet(text, document="The mill stands by the river.", question="\nQuestion: Where?\nAnswer:")
-    assert names["answer"].shape[0] == 1
-    assert (root / "document.safetensors").exists()
-    assert 'name = "me/tiny"' in card("./compressor/", [], LIMITS, model_id="me/tiny")
-
-
-@pytest.mark.slow
-def test_a_card_names_the_data_of_earlier_stages(root: Path, tmp_path: Path):
+def test_a_card_names_the_data_of_earlier_stages(root, tmp_path):
     sources = [{"generated": True, "tasks": [RECONSTRUCTION], "weight": 1, "title": "last"}]
     recipe = write_recipe(tmp_path / "last.yaml", checkpoint=str(root / "compressor"), sources=sources)
     assert train([recipe, "--output_dir", str(tmp_path / "second")]) == 0
@@ -172,7 +153,7 @@ def test_a_card_names_the_data_of_earlier_stages(root: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_card_says_what_its_scores_must_not_be_read_without(root: Path, report: EvaluationReport):
+def test_a_card_says_what_its_scores_must_not_be_read_without(root, report):
     rows = [replace(row, num_truncated=1) for row in report.rows if row.condition.startswith("ratio")]
     settings = {**report.settings, "memory_dtype": "int2", "max_context_tokens": 40}
     left_out = {"tales, reconstruction": 3, "more, reconstruction": 5}
@@ -187,7 +168,7 @@ def test_a_card_says_what_its_scores_must_not_be_read_without(root: Path, report
     assert "The reader without compression" not in text
 
 
-def copy_of(folder: Path, target: Path) -> Path:
+def copy_of(folder, target):
     """The small files of a checkpoint: a card needs no weights."""
     for name in ("config.json", "recipe.yaml", "training_summary.json"):
         (target / name).write_bytes((folder / name).read_bytes())
@@ -202,14 +183,14 @@ def copy_of(folder: Path, target: Path) -> Path:
         ("recipe.yaml", "sources: [{path: a.parquet, task: [reconstruction]}]", "did you mean 'tasks'"),
     ],
 )
-def test_a_wrong_file_is_refused(root: Path, tmp_path: Path, name: str, content: str, message: str):
+def test_a_wrong_file_is_refused(root, tmp_path, name, content, message):
     folder = copy_of(root / "compressor", tmp_path)
     (folder / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         write_card(folder, [], LIMITS)
 
 
-def test_wrong_arguments_are_refused(root: Path, report: EvaluationReport):
+def test_wrong_arguments_are_refused(root, report):
     compressor = root / "compressor"
     without = [row for row in report.rows if not row.condition.startswith("ratio")]
     for folder, reports, message in (
@@ -225,15 +206,10 @@ def test_wrong_arguments_are_refused(root: Path, report: EvaluationReport):
 
 
 @pytest.mark.slow
-def test_command_writes_the_card(root: Path, capsys: pytest.CaptureFixture[str]):
+def test_command_writes_the_card(root, capsys):
     argv = [str(root / "compressor"), "--scores", str(root / "compressor.json"), "--limit", LIMITS[0]]
     assert cli.main(["publish", "card", *argv, "--limit", LIMITS[1], "--model-id", "me/tiny"]) == 0
     assert capsys.readouterr().out == f"wrote {root / 'compressor' / 'README.md'}\n"
     text = (root / "compressor" / "README.md").read_text()
     for part in ("# tiny", 'name = "me/tiny"', *LIMITS):
         assert part in text
-    assert cli.main(["publish", "card", str(root), "--limit", "x"]) == 1
-    assert "context-compressors publish card: error: " in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        cli.main(["publish", "card", str(root / "compressor")])
-    assert "--limit" in capsys.readouterr().err
