@@ -32,12 +32,8 @@ _ROWS_AT_ONCE = 10_000
 class CorpusJob:
     """A collection, its compressor and its store, whose rows are left out.
 
-    Args:
-        inputs: see [`corpus_parts`].
-        batch_size: rows that a worker takes at once.
-        commit_seconds: after which rows are written, at the latest, on one machine.
-        commit_bytes: bytes that are written as one version.
-        options: further arguments of [`CorpusCompressor`].
+    A worker takes `batch_size` rows at once. Rows are written after `commit_seconds` or `commit_bytes`. `options` are
+    further arguments of [`CorpusCompressor`].
     """
 
     inputs: tuple[str, ...]
@@ -149,8 +145,7 @@ def _compressed(
             yield from (future.result() for future in running)
         except BrokenProcessPool as error:
             raise OSError(
-                "a worker died: its model could not be loaded, see above, or the machine had no memory left for it "
-                "(fewer --workers, a smaller `batch_size`). What was written stays: run it again to go on"
+                "a worker died, for lack of memory or as said above: take fewer --workers, and run it again to go on"
             ) from error
 
 

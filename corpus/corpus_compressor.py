@@ -39,16 +39,11 @@ class CorpusCompressor:
     Args:
         model: Hub id or folder of a compressor; or a pipeline that is loaded, which stays in its process.
         ratio: Context tokens per slot; the checkpoint's default if not given.
-        text_column: The column of the texts.
-        memory_dtype: What slots are kept in: "int8", "int4", "int2" or "float16".
+        memory_dtype: Of the slots: "int8", "int4", "int2" or "float16".
         keep_texts: Whether rows have the texts.
-        batch_tokens: Tokens that the model reads at once, pads included, but a chunk of a text is read whole. 512 on a
-            CPU and 16,384 on an accelerator if not given.
-        max_tokens: Keep only so many tokens of each text; all if not given.
-        allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
-        device: Where to compute; "auto" takes an accelerator if there is one.
-        dtype: Floating-point type to compute in: "auto" (as saved), "float32", "bfloat16" or "float16".
-        base_model: Where the base of a light checkpoint is, Hub id or folder, if not where the checkpoint says.
+        batch_tokens: Tokens that the model reads at once, pads included; a chunk of a text is read whole.
+        device, dtype: Of the model: "auto" is an accelerator if there is one, and the saved type.
+        base_model: Hub id or folder of a light checkpoint's base, if not where the checkpoint says.
         revision: Branch, tag or commit on the Hub.
 
     Raises:
@@ -61,12 +56,9 @@ class CorpusCompressor:
         model: str | os.PathLike | ContextCompressionQAPipeline,
         ratio: int | None = None,
         *,
-        text_column: str = "text",
         memory_dtype: str = "int8",
         keep_texts: bool = True,
         batch_tokens: int | None = None,
-        max_tokens: int | None = None,
-        allow_untrained_ratio: bool = False,
         device: str = "auto",
         dtype: str = "auto",
         base_model: str | None = None,
@@ -76,18 +68,15 @@ class CorpusCompressor:
         if batch_tokens is not None and batch_tokens < 1:
             raise ValueError(f"`batch_tokens` must be 1 or more, got {batch_tokens}")
         self.model = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
-        self.ratio, self.text_column, self.memory_dtype, self.keep_texts = ratio, text_column, memory_dtype, keep_texts
-        self.batch_tokens, self.max_tokens = batch_tokens, max_tokens
-        self.allow_untrained_ratio, self.device, self.dtype = allow_untrained_ratio, device, dtype
+        self.ratio, self.memory_dtype, self.keep_texts = ratio, memory_dtype, keep_texts
+        self.batch_tokens, self.device, self.dtype = batch_tokens, device, dtype
         self._base_model, self._revision = base_model, revision
         self._pipe: Any = None if self.model is not None else model
         self._form: MemoryForm | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         if self.model is None:
-            raise TypeError(
-                "a CorpusCompressor of a loaded pipeline is not pickled: give the model's folder or Hub id"
-            )
+            raise TypeError("a loaded pipeline is not pickled: give the model's folder or Hub id")
         return {**self.__dict__, "_pipe": None, "_form": None}
 
     @property
@@ -110,14 +99,12 @@ class CorpusCompressor:
         """Compress the texts of a batch.
 
         Args:
-            batch: Columns: `id`, `text_column`, and what a store keeps beside a memory, `metadata` (JSON texts).
+            batch: Columns `id`, `text`, and `metadata` (JSON texts) where there is some.
 
         Returns:
             Rows of a [`MemoryStore`] in the batch's order, and beside them `error`: null, or why a row has no slots.
         """
-        if missing := [name for name in ("id", self.text_column) if name not in batch]:
-            raise ValueError(f"the batch has no column {missing[0]!r}; its columns are {sorted(batch)}")
-        ids, texts = list(map(str, batch["id"])), list(batch[self.text_column])
+        ids, texts = list(map(str, batch["id"])), list(batch["text"])
         described = list(batch.get("metadata", [None] * len(ids)))
         tables, order = [], []
         errors: dict[int, str] = {}
@@ -132,30 +119,25 @@ class CorpusCompressor:
         schema = self.form.schema.append(pyarrow.field("error", pyarrow.string()))
         columns = {name: pyarrow.nulls(len(errors), schema.field(name).type) for name in schema.names}
         columns |= {"id": [ids[row] for row in errors], "error": list(errors.values())}
-        found = pyarrow.concat_tables([*tables, pyarrow.table(columns, schema=schema)])
-        return found.take(np.argsort([*order, *errors]))
+        result_table = pyarrow.concat_tables([*tables, pyarrow.table(columns, schema=schema)])
+        return result_table.take(np.argsort([*order, *errors]))
 
     def compress(self, texts: Sequence[Any]) -> Iterator[tuple[list[int], CompressedContext | Exception]]:
         """Compress texts in batches of similar length, the longest first.
 
-        Args:
-            texts: Any number; what is no text is a row with an error.
-
         Yields:
-            Indices of some texts, each once in all, and their memory in host memory, in `memory_dtype`, one row for
-            each of them; or why they could not be compressed.
+            Indices of some texts, and their memory on the CPU in `memory_dtype`, a row for each; or the error.
         """
         if isinstance(texts, str):
             raise TypeError(f"`texts` must be a list of texts, got {texts[:40]!r}")
         form, good = self.form, []
         for row, text in enumerate(texts):
             try:
-                check_texts(self.text_column, [text])
+                check_texts("text", [text])
                 good.append(row)
             except (TypeError, ValueError) as error:
                 yield [row], error
-        self.pipe.check_max_tokens(self.max_tokens)
-        ids = [ids[: self.max_tokens] for ids in self.pipe.document_ids([texts[row] for row in good], self.max_tokens)]
+        ids = self.pipe.document_ids([texts[row] for row in good])
         waiting = length_batches([len(row) for row in ids], batch_tokens=self._tokens_at_once)[::-1]
         while waiting:
             batch = waiting.pop()
@@ -181,7 +163,7 @@ class CorpusCompressor:
         usual, backbone.tokens_at_once = backbone.tokens_at_once, self._tokens_at_once
         try:
             # One ratio gives one memory.
-            return self.pipe.compress_ids(ids, self.ratio, self.allow_untrained_ratio)  # type: ignore[return-value]
+            return self.pipe.compress_ids(ids, self.ratio)  # type: ignore[return-value]
         finally:
             backbone.tokens_at_once = usual
 

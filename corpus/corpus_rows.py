@@ -107,9 +107,7 @@ def _hub_data_set(name: str, split: str) -> Any:
     try:
         return datasets.load_dataset(name, split=split, streaming=True)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{name} is no file or folder, and as a data set of the Hub it cannot be read: {error}"
-        ) from error
+        raise ValueError(f"{name} is no file or folder, and no data set of the Hub: {error}") from error
 
 
 def read_part(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row]:

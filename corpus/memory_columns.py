@@ -32,13 +32,10 @@ class MemoryForm:
     """Properties that all memories of one store have in common.
 
     Args:
-        model_id: name of the compressor that made them.
-        dtype: of the slots, among `STORE_DTYPES`.
         shape: of one slot: `(hidden_size,)` for embeddings, `(num_layers, 2, num_heads, head_dim)` for key/values.
-        position_layout: "default", "uniform" or "enhanced".
         inverse_frequencies: rotation frequencies of the keys, `(head_dim / 2,)`, or nothing.
-        has_head_ids: whether heads keep unlike numbers of key/values.
-        has_coarsest_ratios: whether it is known which of these coarser ratios keep.
+        has_head_ids: heads keep unlike numbers of key/values.
+        has_coarsest_ratios: each pair has the coarsest ratio that keeps it.
     """
 
     model_id: str
@@ -186,12 +183,12 @@ def _memory_columns(memory: CompressedContext, form: MemoryForm) -> dict[str, py
     columns |= {name: _lists(vars(memory)[name], counts, schema.field(name).type) for name in form.pair_fields}
     places, mask = memory.position_ids.numpy(), memory.attention_mask.bool().numpy()
     rows = [row[real] for row, real in zip(places, mask, strict=True)]
-    given = [None if np.array_equal(row, np.arange(len(row))) else row for row in rows]
+    positions = [None if np.array_equal(row, np.arange(len(row))) else row for row in rows]
     ratios = np.broadcast_to(np.asarray(memory.ratio), (len(memory),))
     asked = memory.question_fingerprints
     fingerprints = [None] * len(memory) if asked is None else asked.tolist()
     return columns | {
-        "position_ids": pyarrow.array(given, pyarrow.list_(pyarrow.int32())),
+        "position_ids": pyarrow.array(positions, pyarrow.list_(pyarrow.int32())),
         "num_tokens": pyarrow.array(memory.num_context_tokens.numpy(), pyarrow.int32()),
         "ratio": pyarrow.array(ratios, pyarrow.int32()),
         "question_fingerprint": pyarrow.array(fingerprints, pyarrow.int64()),
@@ -232,17 +229,17 @@ def checksums(table: pyarrow.Table) -> pyarrow.Array:
     """A number for each row, of its values in all columns but `checksum`, in the order of their names."""
     columns = [table[name].combine_chunks() for name in sorted(set(table.column_names) - {"checksum"})]
     plain = [column.to_pylist() for column in columns if not pyarrow.types.is_list(column.type)]
-    found = [xxhash.xxh3_64(repr(values).encode()) for values in zip(*plain, strict=True)]
+    hashes = [xxhash.xxh3_64(repr(values).encode()) for values in zip(*plain, strict=True)]
     for lists in (column for column in columns if pyarrow.types.is_list(column.type)):
         flat, lengths, start = lists.flatten(), np.diff(lists.offsets.to_numpy()), 0
         if pyarrow.types.is_fixed_size_list(flat.type):
             flat, lengths = flat.flatten(), lengths * flat.type.list_size
         values = flat.to_numpy(zero_copy_only=False)
-        for row, length in zip(found, lengths.tolist(), strict=True):
+        for row, length in zip(hashes, lengths.tolist(), strict=True):
             row.update(b"%d" % length)
             row.update(values[start : start + length])
             start += length
-    return pyarrow.array([row.intdigest() for row in found], pyarrow.uint64())
+    return pyarrow.array([row.intdigest() for row in hashes], pyarrow.uint64())
 
 
 def _by_slot(tensors: Sequence[Tensor]) -> Tensor:

@@ -56,16 +56,12 @@ class MemoryStore:
 
     @classmethod
     def create(cls, path: str | os.PathLike, memory: CompressedContext, dtype: str = "int8") -> MemoryStore:
-        """Make an empty store for memories like one that is given.
+        """Make an empty store for memories like one that is given; `ValueError` where there is a store already.
 
         Args:
             path: its folder, or an address that Lance knows, such as `s3://bucket/pages.lance`.
             memory: any memory of the compressor; it is not added.
-            dtype: what slots are kept in: "int8", "int4", "int2" or "float16".
-
-        Raises:
-            ImportError: Lance is not installed.
-            ValueError: there is one already, an unknown `dtype`, or a memory without `model_id`.
+            dtype: of the slots: "int8", "int4", "int2" or "float16".
         """
         if (store := cls._create(path, MemoryForm.of(memory, dtype))) is None:
             raise ValueError(f"there is a store {path} already: open it, or take another name")
@@ -83,16 +79,7 @@ class MemoryStore:
 
     @classmethod
     def open(cls, path: str | os.PathLike, model_id: str | None = None) -> MemoryStore:
-        """Open a store, at its last version.
-
-        Args:
-            path: as `create` takes it.
-            model_id: refuse a store of any other model.
-
-        Raises:
-            ImportError: Lance is not installed.
-            ValueError: no such store, or one of another model.
-        """
+        """Open a store at its last version; `ValueError` where there is none, or one of another model."""
         if (store := cls.find(path)) is None:
             raise ValueError(f"there is no store {path}")
         if model_id is not None and store.model_id != model_id:
@@ -130,11 +117,6 @@ class MemoryStore:
     def __len__(self) -> int:
         return self._dataset.count_rows()
 
-    def __repr__(self) -> str:
-        return (
-            f"MemoryStore({len(self)} memories in {self.form.dtype}, version: {self.version}, model: {self.model_id})"
-        )
-
     def refresh(self) -> None:
         """Read the last version from now on."""
         self._dataset.checkout_latest()
@@ -151,12 +133,11 @@ class MemoryStore:
         Args:
             ids: a name for each row of the memory.
             memory: of the store's model; it is brought to the store's type.
-            texts: what was compressed, for retrievers and for people.
-            metadata: of each row, what JSON can hold.
+            texts: of each row, for retrievers and for people.
+            metadata: of each row, as JSON holds it.
 
         Raises:
-            ValueError: an id that stands twice or is there already, lists of other lengths than the memory has rows,
-                another model's memory, or values that are not finite.
+            ValueError: an id that stands twice or is there already, another model's memory, or one that is not finite.
         """
         counts = Counter(ids)
         if len(counts) < len(ids):
@@ -183,7 +164,7 @@ class MemoryStore:
         texts: Sequence[str | None] | None = None,
         metadata: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> pyarrow.Table:
-        """The rows that `add` would append; arguments as there."""
+        """Return the rows that `add` would append; arguments as there."""
         described = None
         if metadata is not None:
             described = [None if one is None else json.dumps(one, ensure_ascii=False) for one in metadata]
@@ -207,8 +188,8 @@ class MemoryStore:
     def contains(self, ids: Sequence[str]) -> list[bool]:
         """Return for each id True if the store has it; `TypeError` for one id in place of several."""
         check_several(ids)
-        found = {name for table in self._found(ids, ["id"]) for name in table["id"].to_pylist()}
-        return [name in found for name in ids]
+        stored = {name for table in self._found(ids, ["id"]) for name in table["id"].to_pylist()}
+        return [name in stored for name in ids]
 
     def ratios(self) -> set[int]:
         """The ratios of all memories."""
@@ -220,18 +201,7 @@ class MemoryStore:
             yield from batch.column("id").to_pylist()
 
     def get(self, ids: Sequence[str]) -> CompressedContext:
-        """Return the memories of some ids, in one read.
-
-        Args:
-            ids: in the order of the memory's rows; one may stand several times.
-
-        Returns:
-            A memory with one row for each id, in the store's type.
-
-        Raises:
-            TypeError: a single text in place of a list.
-            ValueError: no id, or ids that the store has not, named.
-        """
+        """Return a memory with one row for each id, in the store's type; `ValueError` names unknown ids."""
         return memory_of_columns(self.read(ids), self.form)
 
     def read(self, ids: Sequence[str], columns: Sequence[str] | None = None) -> pyarrow.Table:
@@ -266,12 +236,7 @@ class MemoryStore:
         return dict(pair for batch in self._dataset.to_batches(columns=["id", "text"]) for pair in _pairs(batch))
 
     def delete(self, ids: Sequence[str]) -> None:
-        """Take memories out, as new versions; `compact` frees their bytes.
-
-        Raises:
-            TypeError: a single text in place of a list.
-            ValueError: no id, or ids that the store has not, named; nothing is deleted then.
-        """
+        """Delete memories, as new versions; `compact` frees their bytes. `ValueError` names unknown ids."""
         self.refresh()
         distinct = list(dict.fromkeys(self.read(ids, ["id"])["id"].to_pylist()))
         for start in range(0, len(distinct), _IDS_AT_ONCE):
@@ -281,12 +246,7 @@ class MemoryStore:
     def compact(
         self, keep_versions: datetime.timedelta = datetime.timedelta(days=14), rows_per_file: int = 2**20
     ) -> None:
-        """Write many small files as few large ones, index the ids, and remove what only old versions need.
-
-        Args:
-            keep_versions: versions younger than this stay; whoever still reads an older one fails.
-            rows_per_file: files that have so many rows are left as they are.
-        """
+        """Join files below `rows_per_file` rows, index the ids, and remove versions older than `keep_versions`."""
         self.refresh()
         self._dataset.optimize.compact_files(target_rows_per_fragment=rows_per_file)
         self.refresh()

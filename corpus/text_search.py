@@ -9,14 +9,7 @@ from .memory_store import MemoryStore
 
 
 class BM25Search:
-    """BM25 over the texts of a store, with `bm25s`, in memory.
-
-    Args:
-        store: its texts as they are now; rows without one are not found.
-
-    Raises:
-        ValueError: no row has a text with a word in it.
-    """
+    """BM25 over the texts that a store has now, with `bm25s`, in memory; `ValueError` for a store without words."""
 
     def __init__(self, store: MemoryStore):
         import bm25s
@@ -29,10 +22,7 @@ class BM25Search:
         self._index.index(words, show_progress=False)
 
     def search(self, question: str, k: int = 5) -> list[tuple[str, float]]:
-        """The ids of the `k` texts that fit a question best, the best first, and their scores.
-
-        Texts without any of its words are left out.
-        """
+        """Return the ids and scores of the `k` texts that share words with a question and fit it best."""
         import bm25s
 
         (words,) = bm25s.tokenize([question], stopwords="en", return_ids=False, show_progress=False)

@@ -29,10 +29,8 @@ _LIVE: weakref.WeakValueDictionary[str, DocumentMemories] = weakref.WeakValueDic
 class DocumentMemories:
     """A compressor, and the memories of the documents that it has read, by id.
 
-    An id is made of a document's text and of how it is compressed. So a document is compressed once, however often it
-    is found, and anew when its text has changed. Memories are kept in the process, or in a Lance data set that
-    outlives it and that other processes share. The model is loaded when it is first needed; threads may share one
-    object.
+    An id is made of a document's text and ratio: a document is compressed once, and anew when its text has changed.
+    The model is loaded when it is first needed; threads may share one object.
 
     ```python
     memories = DocumentMemories("me/compressor", ratio=4, store="pages.lance")
@@ -43,13 +41,8 @@ class DocumentMemories:
     Args:
         model: Hub id or folder of a compressor; or a pipeline that is loaded.
         ratio: Context tokens per slot; the checkpoint's default if not given.
-        store: Where memories are kept, as [`MemoryStore.create`] takes it; in the process if not given.
-        options: Further arguments of [`CorpusCompressor`], such as `memory_dtype` (int8 if not given), `device` and
-            `dtype`.
-
-    Raises:
-        ImportError: A `store`, and Lance is not installed.
-        ValueError: What `CorpusCompressor` refuses.
+        store: A Lance data set that keeps memories, see [`MemoryStore.create`]; the process does if not given.
+        options: Further arguments of [`CorpusCompressor`], such as `memory_dtype`, `device` and `dtype`.
     """
 
     def __init__(
@@ -100,16 +93,8 @@ class DocumentMemories:
         """Return the ids of documents' memories; compress those that are not there yet, in common batches.
 
         Args:
-            documents: Their texts. One that is blank, or `None`, has no memory.
-            ids: Of each document the id that it has already. It is kept where the store has that very text under it,
-                at this ratio, whoever has put it there.
-
-        Returns:
-            An id for each document, or `None` for one without a memory.
-
-        Raises:
-            TypeError: A document that is no text.
-            ValueError: A text with half of a character, and whatever the model's `compress` refuses.
+            documents: Their texts; one that is blank, or `None`, has no memory and no id.
+            ids: Of each document its id, if any; it stays where the store has that text under it, at this ratio.
         """
         texts = [text or "" for text in documents]
         check_texts("documents", texts)
@@ -134,17 +119,14 @@ class DocumentMemories:
         join: bool | str = LIKELIEST,
         **generate_kwargs: Any,
     ) -> str:
-        """Ask each document alone, and return the likeliest answer.
+        """Ask each document alone, and return the likeliest answer; `ValueError` names ids without a memory.
 
         Args:
             messages: The question, or a conversation, messages with `role` and `content` whose last is the user's.
-            ids: Of the memories that are read; without any it is as if the document were empty.
+            ids: Of the memories that are read; without any, an empty document is.
             stop: Texts that end the answer, and are not part of it.
             join: True reads the memories together, in the order of their ids.
             generate_kwargs: For `generate`; greedily, and at most 64 new tokens if not said otherwise.
-
-        Raises:
-            ValueError: Ids without a memory, named, and whatever the pipeline refuses.
         """
         asked: dict[str, Any] = {"question" if isinstance(messages, str) else "messages": messages}
         if stop:
@@ -169,8 +151,7 @@ class DocumentMemories:
         ]
 
     def _own_id(self, text: str) -> str:
-        cut = "" if self.compressor.max_tokens is None else f"-{self.compressor.max_tokens}t"
-        return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}-{self._ratio}x{cut}"
+        return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}-{self._ratio}x"
 
     @property
     def _ratio(self) -> int:

@@ -37,9 +37,6 @@ class MemoryDocumentCompressor(_OfMemories):
 
     Order, texts, ids and scores stay as they are; a blank document gets no memory. It stands behind a retriever, or in
     front of a `DocumentWriter`, which then keeps the ids.
-
-    Args:
-        memories: The compressor and its memories.
     """
 
     def __init__(self, memories: DocumentMemories):
@@ -67,11 +64,8 @@ class MemoryDocumentCompressor(_OfMemories):
 class MemoryReader(_OfMemories):
     """Answers a question from the memories of documents, read together in their order, by the compressor's decoder.
 
-    Its `replies` are those of a generator, such as an `AnswerBuilder` takes.
-
-    Args:
-        memories: The compressor and its memories: those of the `MemoryDocumentCompressor`, or of the same store.
-        generation_kwargs: Arguments of `generate`; greedily, and at most 64 new tokens if not said otherwise.
+    Its `replies` are those of a generator, such as an `AnswerBuilder` takes. `generation_kwargs` are arguments of
+    `generate`: greedily, and at most 64 new tokens if not said otherwise.
     """
 
     def __init__(self, memories: DocumentMemories, generation_kwargs: dict[str, Any] | None = None):

@@ -25,9 +25,6 @@ class MemoryDocumentCompressor(BaseDocumentCompressor):
     """Compresses documents once, and writes the id of each one's memory into its metadata, as `memory_id`.
 
     Order and texts stay as they are; a blank document gets no id.
-
-    Args:
-        memories: The compressor and its memories.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -59,10 +56,8 @@ class ChatMemoryReader(BaseChatModel):
     chat.invoke([memory_message("Who wrote it?", documents)])
     ```
 
-    Args:
-        memories: The compressor and its memories: those of the `MemoryDocumentCompressor`, or of the same store.
-        generation: Arguments of `generate`; greedily, and at most 64 new tokens if not said otherwise. Those of a
-            call stand over them.
+    `generation` has arguments of `generate`, below those of a call: greedily, and at most 64 new tokens if not said
+    otherwise.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -114,9 +109,7 @@ def _read(messages: Sequence[BaseMessage]) -> tuple[list[dict[str, str]], list[s
             elif kind == "text" and isinstance(block.get("text"), str):
                 texts.append(block["text"])
             else:
-                raise ValueError(
-                    "content is text, and in the user's messages {'type': 'memory', 'memory_id': ...}, "
-                    f"got {part!r} in one of {message.type!r}"
-                )
+                what = "content is text, and in the user's messages {'type': 'memory', 'memory_id': ...}"
+                raise ValueError(f"{what}, got {part!r} in one of {message.type!r}")
         plain.append({"role": roles[0], "content": "\n".join(texts)})
     return plain, ids

@@ -24,9 +24,6 @@ class MemoryPostprocessor(BaseNodePostprocessor):
     """Compresses nodes once, and writes the id of each one's memory into its metadata, as `memory_id`.
 
     Order, texts and scores stay as they are; a blank node gets no id. Neither language models nor embeddings see it.
-
-    Args:
-        memories: The compressor and its memories.
     """
 
     memories: DocumentMemories
@@ -52,12 +49,8 @@ class MemorySynthesizer(BaseSynthesizer):
     )
     ```
 
-    Args:
-        memories: The compressor and its memories: those of the `MemoryPostprocessor`, or of the same store.
-        generation: Arguments of `generate`; greedily, and at most 64 new tokens if not said otherwise.
-
-    Raises:
-        ValueError: In `synthesize`, a node that was not compressed.
+    `generation` has arguments of `generate`: greedily, and at most 64 new tokens if not said otherwise. `synthesize`
+    raises `ValueError` for a node that was not compressed.
     """
 
     def __init__(self, memories: DocumentMemories, generation: dict[str, Any] | None = None):
@@ -73,8 +66,8 @@ class MemorySynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
         """Answer a question from nodes; see `BaseSynthesizer`."""
-        given = {"additional_source_nodes": additional_source_nodes, "memory_ids": _ids(nodes), **response_kwargs}
-        return super().synthesize(query, nodes, **given)
+        options = {"additional_source_nodes": additional_source_nodes, "memory_ids": _ids(nodes), **response_kwargs}
+        return super().synthesize(query, nodes, **options)
 
     async def asynthesize(
         self,
@@ -84,8 +77,8 @@ class MemorySynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
         """The same without waiting for it."""
-        given = {"additional_source_nodes": additional_source_nodes, "memory_ids": _ids(nodes), **response_kwargs}
-        return await super().asynthesize(query, nodes, **given)
+        options = {"additional_source_nodes": additional_source_nodes, "memory_ids": _ids(nodes), **response_kwargs}
+        return await super().asynthesize(query, nodes, **options)
 
     def get_response(
         self,

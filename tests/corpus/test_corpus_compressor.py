@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 from transformers import AutoTokenizer
-from transformers.utils import logging
 
 from context_compressors import CorpusCompressor, KVZipForCausalLM, MeanPoolingConfig, MeanPoolingForCausalLM
 from context_compressors.corpus.memory_columns import memory_of_columns
@@ -56,17 +55,6 @@ def test_rows_of_very_unlike_lengths_are_not_padded_to_each_other():
     assert length_batches([], 2, in_order=True) == []
 
 
-def test_texts_that_stand_for_many_rows_are_not_parted_and_count_as_many():
-    lengths, counts = [100, 90, 3000, 80, 70, 60], [1, 3, 2, 1, 5, 1]
-    assert length_batches(lengths, 4, counts=counts) == [[0, 2], [1, 3], [4], [5]]
-    # 2,900 pads for 6,100 tokens; for one row of 3,000 tokens they were too many.
-    assert length_batches(lengths, 9, most_padding=0.5, counts=counts) == [[0, 2], [1, 3, 4], [5]]
-    assert length_batches(lengths, 9, most_padding=0.5) == [[2], [0, 1, 3, 4, 5]]
-    rows = [row for row, count in enumerate(counts) for _ in range(count)]
-    naive = length_batches([lengths[row] for row in rows], 12)
-    assert length_batches(lengths, 12, counts=counts) == [sorted({rows[i] for i in batch}) for batch in naive]
-
-
 @pytest.mark.slow
 def test_each_row_holds_what_its_text_alone_is_compressed_to(folder, pipe):
     for memory_dtype in ("int8", "float16"):
@@ -108,21 +96,6 @@ def test_heads_that_keep_unlike_numbers_of_key_values_keep_their_names(folder, p
         alone, own = zipping.compress(text, ratio=2), memory.rows(row)
         for name in ("head_ids", "coarsest_ratios", "num_slots"):
             assert getattr(own, name).tolist() == getattr(alone, name).tolist()
-
-
-@pytest.mark.slow
-def test_the_pipeline_returns_rows_in_order_from_batches_of_any_size(pipe, capfd):
-    # Commands that are tested in the same process turn the bars of transformers off.
-    logging.enable_progress_bar()
-    expected = [pipe.compress(text, ratio=[2, 4]) for text in TEXTS]
-    for batch_size in (1, 3, 100):
-        for at, memory in enumerate(pipe.compress(TEXTS, ratio=[2, 4], batch_size=batch_size, show_progress_bar=True)):
-            assert memory.num_context_tokens.tolist() == [int(one[at].num_context_tokens) for one in expected]
-            for row, alone in enumerate(expected):
-                torch.testing.assert_close(memory.rows(row).embeddings, alone[at].embeddings, atol=1e-3, rtol=1e-3)
-    assert "7/7" in capfd.readouterr().err
-    ratios = torch.tensor([2, 4, 4, 2, 2, 4, 2])
-    assert pipe.compress(TEXTS, ratio=ratios, batch_size=2).ratio.tolist() == ratios.tolist()
 
 
 def test_the_first_tokens_of_a_long_text_are_those_of_the_whole_and_not_all_is_read(pipe):
@@ -169,8 +142,6 @@ def test_a_batch_that_fails_is_halved_until_the_bad_row_is_found(folder, pipe, m
 
 
 def test_what_is_wrong_with_all_rows_is_refused(folder, pipe):
-    with pytest.raises(ValueError, match=r"no column 'text'; its columns are \['id', 'texts'\]"):
-        CorpusCompressor(pipe)({"id": range(7), "texts": TEXTS})
     with pytest.raises(ValueError, match="was not trained for the ratio 5"):
         next(CorpusCompressor(pipe, 5).compress(TEXTS))
     with pytest.raises(TypeError, match="give the model's folder or Hub id"):

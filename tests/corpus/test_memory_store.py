@@ -115,17 +115,14 @@ def test_what_is_wrong_is_named(tmp_path):
     wrong = {
         "the store has no ids 'x', 'y'": lambda: store.get(["a", "x", "y"]),
         "the store has no ids 'z'": lambda: store.delete(["a", "z"]),
-        "`ids` is an empty list": lambda: store.get([]),
         "the store has ids 'a' already": lambda: store.add(["a", "c"], memory),
         "ids 'c' stand several times": lambda: store.add(["c", "c"], memory),
-        "`texts` has 1 entries, the memory 2 rows": lambda: store.add(["c", "d"], memory, ["x"]),
         "of the model 'me/compressor', not of 'other'": lambda: store.add(["c", "d"], other),
         "store of the model 'me/compressor', not of 'o'": lambda: MemoryStore.open(tmp_path / "s.lance", "o"),
         "slots of shape": lambda: store.add(["c", "d"], make_memory((3, 5), carrier="key_values")),
         "must be finite": lambda: store.add(["c", "d"], infinite),
         "there is a store": lambda: MemoryStore.create(tmp_path / "s.lance", memory),
         "there is no store": lambda: MemoryStore.open(tmp_path / "t.lance"),
-        "dtype of a store: 'int3'": lambda: MemoryStore.create(tmp_path / "t.lance", memory, "int3"),
         "the store has format version 1, this code reads version 3": lambda: MemoryForm.from_json('{"dtype": "int8"}'),
         "a memory without `model_id`": lambda: MemoryStore.create(tmp_path / "t.lance", replace(memory, model_id="")),
     }

@@ -30,7 +30,7 @@ os.environ.update(
 
 
 @pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch):
+def no_network(monkeypatch):
     """Whatever connects to another machine fails."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     connect = socket.socket.connect

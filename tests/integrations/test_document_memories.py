@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents compressed once and memories by id, which the modules for other frameworks share."""
 
-import dataclasses
 import datetime
 import json
 import threading
@@ -77,10 +76,6 @@ def test_documents_are_compressed_once_and_again_when_they_change(folder, tmp_pa
     assert memories.answer(QUESTION, ["page-1"], **LONG) == other.answer(QUESTION, ["page-1"], **LONG)
     with pytest.raises(ValueError, match="memories of dtype 'int8', not of 'int4'"):
         DocumentMemories(pipe, 4, place, memory_dtype="int4").compress(TEXTS)
-    foreign = dataclasses.replace(pipe.compress("A page.", ratio=4), model_id="another")
-    MemoryStore.create(tmp_path / "another.lance", foreign)
-    with pytest.raises(ValueError, match="holds memories of the model 'another', not of"):
-        DocumentMemories(pipe, 4, tmp_path / "another.lance").compress(TEXTS)
     written = memories.to_dict()
     assert DocumentMemories.from_dict(json.loads(json.dumps(written))) is memories
     assert DocumentMemories.from_dict({**written, "ratio": 2}) is not memories

@@ -42,7 +42,7 @@ with torch.no_grad():
 
 
 @pytest.fixture(scope="module")
-def checkpoint(small_checkpoints: Path, tmp_path_factory: pytest.TempPathFactory):
+def checkpoint(small_checkpoints, tmp_path_factory):
     """Ranked key/values on a small base, fitted to a text, and its tokenizer."""
     folder, base = tmp_path_factory.mktemp("ranked"), small_checkpoints / "base"
     model = RankedKeyValuesForCausalLM.from_base(base, encoder_lora=None, compression_ratios=(4,))
@@ -53,7 +53,7 @@ def checkpoint(small_checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
     return folder, model, tokenizer
 
 
-def run(*words: object, **environment: object) -> str:
+def run(*words, **environment):
     environment = {**os.environ, "PYTHONPATH": ROOT, "HF_HUB_OFFLINE": 1, **environment}
     command, settings = list(map(str, [PYTHON, *words])), {name: str(value) for name, value in environment.items()}
     done = subprocess.run(command, cwd=EVALUATION, env=settings, capture_output=True, text=True)

@@ -51,7 +51,7 @@ GREEDY = {"max_tokens": NEW_TOKENS, "min_tokens": NEW_TOKENS, "temperature": 0, 
 client = SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "vllm_client.py")))
 
 
-def compressor(model_class, base: Path, tokenizer, folder: Path, **fields):
+def compressor(model_class, base, tokenizer, folder, **fields):
     """Save an untrained compressor on the base, whose adapters do something, and its tokenizer."""
     torch.manual_seed(0)
     model = model_class.from_base(base, compression_ratios=(4,), **fields)
@@ -85,7 +85,7 @@ def models(small_checkpoints, tmp_path_factory):
     return folder
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -131,7 +131,7 @@ def server(request, models):
         process.wait()
 
 
-def case(models: Path, name: str, checkpoint: str) -> SimpleNamespace:
+def case(models, name, checkpoint):
     """A checkpoint's pipeline and memories, and what `transformers` loads of what the server serves as `name`."""
     model_class = {"untouched": ICAEForCausalLM, "adapted": MeanPoolingForCausalLM}[checkpoint]
     tokenizer = AutoTokenizer.from_pretrained(models / checkpoint)
@@ -143,14 +143,14 @@ def case(models: Path, name: str, checkpoint: str) -> SimpleNamespace:
     return SimpleNamespace(pipe=pipe, tokenizer=tokenizer, decoder=decoder.eval(), memories=memories)
 
 
-def greedy(decoder, embeds: torch.Tensor) -> list[int]:
+def greedy(decoder, embeds):
     length = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     return decoder.generate(
         inputs_embeds=embeds[None], attention_mask=torch.ones(1, len(embeds), dtype=torch.long), **length
     )[0].tolist()
 
 
-def chat_embeds(case: SimpleNamespace, question: str) -> torch.Tensor:
+def chat_embeds(case, question):
     """A chat template with each memory on a line of its own, and the question's text below them."""
     text = "\n" + case.pipe.model.config.question_prompt.replace("{question}", question)
     content = "\n".join([*("\ue000" for _ in case.memories), text])
