@@ -177,8 +177,8 @@ class CorpusCompressor:
         from ..modeling.checkpoint.pretrained_bases import load_from_place, tokenizer_from_place
 
         place: Any = self.model  # a pipeline that was given is there already
-        options = {"dtype": self.dtype, "base_model": self._base_model, "revision": self._revision}
-        model = load_from_place(place, **options)
+        options: Any = {"base_model": self._base_model, "revision": self._revision}
+        model = load_from_place(place, dtype=self.dtype, **options)
         if "compression_ratios" not in model.config.to_dict():
             raise ValueError(f"{self.model} is a model of type {model.config.model_type!r}, not a context compressor")
         tokenizer = tokenizer_from_place(place, revision=self._revision)

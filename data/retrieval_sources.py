@@ -107,11 +107,11 @@ class RetrievalSource:
         folder, columns = Path(place), _BEIR_COLUMNS
         if not folder.is_dir():
             name = os.fspath(place)
-            texts = {n: RetrievalTable(name, config=n, split=n, columns=columns[n]) for n in ("corpus", "queries")}
-            return cls(**texts, relevance=RetrievalTable(name, split=split, columns=columns["relevance"]))
+            parts = (RetrievalTable(name, config=n, split=n, columns=columns[n]) for n in ("corpus", "queries"))
+            return cls(*parts, RetrievalTable(name, split=split, columns=columns["relevance"]))
         check_choice(f"split of {place}:", split, sorted(path.stem for path in folder.glob("qrels/*.tsv")))
         files = {"corpus": "corpus.jsonl", "queries": "queries.jsonl", "relevance": f"qrels/{split}.tsv"}
-        return cls(**{n: RetrievalTable(path=str(folder / file), columns=columns[n]) for n, file in files.items()})
+        return cls(*(RetrievalTable(path=str(folder / file), columns=columns[n]) for n, file in files.items()))
 
 
 class JudgedQueries:
