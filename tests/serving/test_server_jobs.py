@@ -70,7 +70,7 @@ def test_a_long_text_takes_no_more_room_beside_short_ones(small_checkpoints, tmp
     async def run(texts):
         model = ServedModel("m", pipe, memories)
         # Of two requests, one of which nobody waits for.
-        jobs = [CompressionJob(model, part, 0, 2, 60, 1) for part in (texts, ["Gone."])]
+        jobs = [CompressionJob(model, part, 0, 2, 600, 1) for part in (texts, ["Gone."])]
         jobs[1].is_cancelled = True
         with Largest() as largest:
             CompressionJob.run(jobs)
