@@ -2,6 +2,7 @@
 """The demo: a language model answers questions about five pages from their text and from memories of it.
 
     make demo
+    context-compressors demo --pages 2
 
 Everything goes the way that a user of a checkpoint goes: the pipeline with remote code.
 """
@@ -170,7 +171,7 @@ def summary_table(readings: Sequence[Sequence[Reading]]) -> str:
     return markdown_table(header, rows)
 
 
-def run(checkpoint: Path = CHECKPOINT) -> None:
+def run(checkpoint: Path = CHECKPOINT, num_pages: int | None = None) -> None:
     """Load a checkpoint, ask about each page, and print the answers and what they cost."""
     print(f"load {checkpoint.name}", flush=True)
     # With its progress bar; those of everything that is quick would only hide what the demo shows.
@@ -178,15 +179,19 @@ def run(checkpoint: Path = CHECKPOINT) -> None:
     logging.disable_progress_bar()
     disable_progress_bars()
     pipe = load(checkpoint)
-    model = pipe.model
+    model, pages = pipe.model, read_pages()[:num_pages]
     ratios = ", ".join(map(str, sorted(model.config.compression_ratios)))
     dtype = str(model.dtype).removeprefix("torch.")
     print(f"{model.num_parameters() / 1e6:.1f}M parameters in {dtype} on {pipe.device}; ratios {ratios}")
     print("\n+ right, - not right: an answer is right if it holds the expected words")
-    readings = []
-    for page in read_pages():
+    readings, start, num_left = [], time.perf_counter(), sum(len(page.text) for page in pages)
+    for page in pages:
+        num_left -= len(page.text)
         readings.append(read_page(pipe, page))
         print(f"\n{page.title} ({len(page.text.split())} words)\n")
         print(page_lines(page, readings[-1]), flush=True)
+        if page is pages[0] and num_left:
+            seconds = (time.perf_counter() - start) * num_left / len(page.text)
+            print(f"\nthe other pages take about {seconds:.0f} s; --pages N reads fewer", flush=True)
     print("\nall pages (seconds and sizes: mean of a page)\n")
     print(summary_table(readings))

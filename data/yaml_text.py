@@ -17,6 +17,8 @@ def parse_yaml(text: str, what: str) -> Any:
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         place = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}" if mark else error
         raise ValueError(f"{what} is not valid YAML: {place}") from error
+    except RecursionError as error:
+        raise ValueError(f"{what} is not valid YAML: it is nested too deeply") from error
 
 
 def read_yaml(file: Path) -> Any:

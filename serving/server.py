@@ -16,12 +16,14 @@ from typing import Any
 
 try:
     import fastapi
+    import h11
     import prometheus_client
     import uvicorn
     from fastapi.concurrency import run_in_threadpool
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise ImportError("a server needs FastAPI and uvicorn: pip install -e '.[serve]' in the clone") from error
 
@@ -37,6 +39,8 @@ from .server_requests import EXPAND_TOOL, ChatRequest, ExpandRequest, MemoriesRe
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 # Memories of a chat that are read before their slots are counted.
 _MEMORIES_AT_ONCE = 64
+# Of a connection, for the headers of a request.
+_HEADER_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -76,17 +80,10 @@ def create_app(
     store: MemoryStore | None = None,
     examples: Sequence[dict[str, Any]] = (),
 ) -> fastapi.FastAPI:
-    """Return the server as an ASGI application.
+    """Return the server of a checkpoint, which requests call `name`, as an ASGI application.
 
-    Args:
-        name: of the checkpoint in requests.
-        pipe: the checkpoint's pipeline.
-        settings: limits.
-        store: keeps the memories; the process does if not given.
-        examples: documents of the page: `title`, `text`, and `questions`, each with `question` and right `answers`.
-
-    Raises:
-        ValueError: a checkpoint that compresses documents with their question, or another model's store.
+    The process keeps memories where no store does. The page offers `examples`: `title`, `text`, and `questions`, each
+    with its `question` and right `answers`.
     """
     settings = settings or ServerSettings()
     # A store without memories is false.
@@ -111,14 +108,40 @@ def run(app: fastapi.FastAPI, host: str, port: int, grace: int) -> None:
         place = f"[{host}]" if ":" in host else host
         print(f"serving at http://{place}:{listening.getsockname()[1]} (Ctrl-C ends it)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
-            config = uvicorn.Config(app, http="h11", log_level="warning", timeout_graceful_shutdown=grace)
-            uvicorn.Server(config).run(sockets=[listening])
+            _web_server(app, grace).run(sockets=[listening])
+
+
+def _web_server(app: fastapi.FastAPI, grace: int) -> uvicorn.Server:
+    config = uvicorn.Config(app, http=_Connection, log_level="warning", timeout_graceful_shutdown=grace)
+    return uvicorn.Server(config)
 
 
 def _listening(host: str, port: int) -> socket.socket:
     bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     # asyncio sends small answers at once (TCP_NODELAY) where the socket says that it is TCP; this one leaves it open.
     return socket.socket(bound.family, bound.type, socket.IPPROTO_TCP, fileno=bound.detach())
+
+
+class _Connection(H11Protocol):
+    """A connection, which is closed where the headers of a request do not come in time."""
+
+    _closing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._limit_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._limit_headers()
+
+    def _limit_headers(self) -> None:
+        is_reading = self.conn.their_state is h11.IDLE
+        if is_reading and self._closing is None:
+            self._closing = self.loop.call_later(_HEADER_SECONDS, self.timeout_keep_alive_handler)
+        elif not is_reading and self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
 
 
 class _Server:
@@ -133,7 +156,7 @@ class _Server:
         prefix = "context_compressors_"
         self.requests = counter(f"{prefix}requests", "Requests by answer", ["path", "status"], registry=registry)
         self.tokens = counter(f"{prefix}tokens", "Tokens compressed, read and written", ["kind"], registry=registry)
-        times = {"registry": registry, "buckets": _SECONDS}
+        times: Any = {"registry": registry, "buckets": _SECONDS}
         self.seconds = histogram(f"{prefix}request_seconds", "Time of a whole request", ["path"], **times)
         self.first_token = histogram(f"{prefix}first_token_seconds", "Time to the first token", **times)
         for name, text, value in (

@@ -134,18 +134,26 @@ def _memory_paths(documents: list[Document], ratios: list[int], folder: Path, ov
 def compress_all(
     pipe: ContextCompressionQAPipeline, documents: list[Document], ratios: list[int]
 ) -> Iterator[tuple[int, list[CompressedContext]]]:
-    """Compress documents in batches of similar length; yield the index and the memories of each."""
+    """Compress documents in batches of similar length, with a progress bar that moves within a long document, too."""
     from tqdm.auto import tqdm
 
     from ..modeling.parts.length_batches import length_batches
 
-    rows = pipe.document_ids([document.text for document in documents])
-    with tqdm(total=len(rows), unit="document", disable=None) as progress:
+    rows, end = pipe.document_ids([document.text for document in documents]), 0
+    with tqdm(total=sum(map(len, rows)), unit="token", unit_scale=True, disable=None) as progress:
+
+        def count(module: Any, inputs: Any, output: Any) -> None:
+            # Chunks that are read together; their pads are no tokens of the documents.
+            progress.update(min(output[0].shape[:2].numel(), end - progress.n))
+
+        hook = pipe.model.base_model.encoder_backbone.register_forward_hook(count)
         for batch in length_batches([len(row) for row in rows], _BATCH_SIZE):
+            end += sum(len(rows[index]) for index in batch)
             memories: Any = pipe.compress_ids([rows[index] for index in batch], ratios)
             for row, index in enumerate(batch):
                 yield index, [memory.rows(row) for memory in memories]
-            progress.update(len(batch))
+            progress.update(end - progress.n)
+        hook.remove()
 
 
 _ASK_EXAMPLES = """

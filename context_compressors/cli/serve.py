@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command import LOADING, MODEL, argument, command, config_argument, config_fields
+from .command import LOADING, MODEL, argument, command, config_argument, config_fields, positive_int
 from .loading import load_pipeline
 
 API_KEY = "CONTEXT_COMPRESSORS_API_KEY"
@@ -72,8 +72,9 @@ def serve(arguments: argparse.Namespace) -> None:
     "demo",
     "Answer questions about five pages in the terminal, from their text and from memories of it. With a checkpoint as "
     "its first argument, open the page of `context-compressors serve`, whose options it takes.",
+    argument("--pages", type=positive_int, metavar="N", help="only the N shortest pages, for a slow machine"),
     examples="""
-context-compressors demo
+context-compressors demo --pages 1
 context-compressors demo my-compressor --port 7860
 """,
 )
@@ -86,7 +87,7 @@ def _terminal(arguments: argparse.Namespace) -> None:
     with warnings.catch_warnings():
         # Notices of the libraries to their own developers would hide what the demo shows.
         warnings.simplefilter("ignore", FutureWarning)
-        run()
+        run(num_pages=arguments.pages)
 
 
 def demo(argv: Sequence[str]) -> int:

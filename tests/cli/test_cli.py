@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import context_compressors
 from context_compressors import cli
+from context_compressors.cli.compress import Document, compress_all
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.configuration.configuration_ranked_key_values import RankedKeyValuesConfig
 from context_compressors.modeling.memory.compressed_context import CompressedContext
@@ -72,6 +73,16 @@ def test_compress_keeps_several_ratios_apart_and_takes_the_first_by_default(mode
         "first.x8.safetensors": slots(text, 8),
         "first.safetensors": slots(text, 4),
     }
+
+
+def test_progress_moves_within_a_long_document(model_folder, monkeypatch):
+    config = MeanPoolingConfig.from_pretrained(model_folder, chunk_size=8)
+    model = MeanPoolingForCausalLM.from_pretrained(model_folder, config=config).eval()
+    model.model.tokens_at_once = 16
+    pipe, moved = model.question_answering(PreTrainedTokenizerFast.from_pretrained(model_folder)), []
+    monkeypatch.setattr("tqdm.auto.tqdm.update", lambda bar, n: moved.append(n) or setattr(bar, "n", bar.n + n))
+    list(compress_all(pipe, [Document("a", "A text. " * 5)], [4]))
+    assert moved == [16, 16, 8, 0]
 
 
 def test_models_that_are_no_compressors_are_refused(llama, model_folder, documents, tmp_path, capsys):

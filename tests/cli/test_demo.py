@@ -94,8 +94,7 @@ def test_a_missing_checkpoint_is_named(tmp_path):
 def test_the_demo_runs_from_end_to_end_with_remote_code(checkpoint, tmp_path):
     # A process of its own, as `make demo` starts it: here the package's classes are registered, there they are not.
     threads = {name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"}
-    code = "from pathlib import Path; from context_compressors import demo; pages = demo.read_pages()[:2]; "
-    code += f"demo.read_pages = lambda: pages; demo.run(Path({str(checkpoint)!r}))"
+    code = f"from pathlib import Path; from context_compressors import demo; demo.run(Path({str(checkpoint)!r}), 2)"
     result = subprocess.run(
         [sys.executable, "-P", "-c", code],
         cwd=tmp_path,
@@ -108,6 +107,7 @@ def test_the_demo_runs_from_end_to_end_with_remote_code(checkpoint, tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
     for page in PAGES:
         assert (f"\n{page.title} (" in result.stdout) == (page in PAGES[:2])
+    assert "--pages N reads fewer" in result.stdout
     num_questions = sum(len(page.questions) for page in PAGES[:2])
     rows = result.stdout[result.stdout.index("all pages") :].splitlines()
     for name in ("full text", "4x", "16x"):

@@ -75,6 +75,25 @@ def test_rows_with_half_a_character_or_nested_too_deep_are_failures_of_their_own
     assert rows_of([str(path)])[5]["text"] == "The last."
 
 
+def test_rows_have_any_character_that_utf_8_holds(tmp_path):
+    texts = [
+        "First paragraph.\n\nSecond.",
+        "Tab\tCRLF\r\nend\n",
+        "Emoji \U0001f600 \u2028 \x85",
+        "NUL \0 byte",
+        "back\\nslash",
+    ]
+    rows = [{"text": text, "key": f"{number}\n{text}", "note": text} for number, text in enumerate(texts)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for name in ("rows.jsonl", "rows.parquet"):
+        found = rows_of([str(tmp_path / name)], id="key", metadata=("note",))
+        assert [(row["text"], row["id"], row["error"]) for row in found] == [
+            (row["text"], row["key"], None) for row in rows
+        ]
+        assert [json.loads(row["metadata"])["note"] for row in found] == texts
+
+
 @pytest.mark.slow
 def test_a_broken_row_group_is_a_failure_and_the_others_go_on(tmp_path):
     path = tmp_path / "pages.parquet"

@@ -12,7 +12,6 @@ REASON = "the server has an environment of its own: make test-integrations"
 openai = pytest.importorskip("openai", reason=REASON)
 fastapi = pytest.importorskip("fastapi", reason=REASON)
 httpx = pytest.importorskip("httpx", reason=REASON)
-uvicorn = pytest.importorskip("uvicorn", reason=REASON)
 server = pytest.importorskip("context_compressors.serving.server", reason=REASON, exc_type=ImportError)
 server_jobs = pytest.importorskip("context_compressors.serving.server_jobs")
 ServerSettings = server.ServerSettings
@@ -26,8 +25,7 @@ class Running:
     """A server in a thread, at a free port of this machine."""
 
     def __init__(self, app, grace=10):
-        config = uvicorn.Config(app, http="h11", log_level="warning", timeout_graceful_shutdown=grace)
-        self.server = uvicorn.Server(config)
+        self.server = server._web_server(app, grace)
         listening = server._listening("127.0.0.1", 0)
         self.port = listening.getsockname()[1]
         self.thread = threading.Thread(target=self.server.run, args=([listening],))

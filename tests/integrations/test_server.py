@@ -168,7 +168,9 @@ def test_conversations_stand_in_the_chat_template(serve, pipe):
 def test_the_command_refuses_a_port_before_it_loads_a_model_and_a_store_in_another_type(
     small_checkpoints, pipe, tmp_path, capsys
 ):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with server._listening("127.0.0.1", 0) as taken:
+        # Without it asyncio sends no small answer at once.
+        assert taken.proto == socket.IPPROTO_TCP
         for port, message in ((99999, "a port is a number from 0 to 65,535"), (taken.getsockname()[1], "in use")):
             assert cli.main(["serve", "not there", "--port", str(port)]) == 1
             assert message in capsys.readouterr().err

@@ -131,6 +131,15 @@ def test_a_body_that_comes_by_drops_has_its_time_as_a_whole(serve, pipe):
     assert time.monotonic() - start < 6
 
 
+def test_headers_that_never_end_close_the_connection_and_a_slow_answer_does_not(serve, pipe, slow, monkeypatch):
+    monkeypatch.setattr(server, "_HEADER_SECONDS", 0.5)
+    running = serve({"m": pipe})
+    with socket.create_connection(("127.0.0.1", running.port), timeout=30) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        assert connection.recv(1000) == b""
+    assert running.chat(running.compress(TEXTS[:1], ratio=2), max_tokens=20).usage.completion_tokens == 20
+
+
 def test_a_compression_that_nobody_waits_for_ends_behind_its_batch(serve, pipe, monkeypatch):
     running, sizes, compress = serve({"m": pipe}, ServerSettings(batch_size=4, timeout=1)), [], pipe.compress
 
