@@ -20,12 +20,18 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 from unittest.mock import patch
+
+from byte_tokenizers import byte_tokenizer, tiny_llama
+
+from context_compressors.evaluation.report import EvaluationReport
+from context_compressors.evaluation.rows import EvaluationRow, ordered_conditions
+from context_compressors.reporting.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -43,17 +49,15 @@ IN_COMMON = "questions_in_common"
 # Pages whose output is the checkpoint's, and the languages that run.
 OF_THE_CHECKPOINT = {README: ("python",), DOCS / "use.md": ("python", "bash")}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_SCORES = re.compile(r"(<!-- (scores|sets|needles) ?([^>]*?) -->\n).*?(?=\n<!-- /\2 -->)", re.DOTALL)
+_SCORES = re.compile(r"(<!-- (scores|sets|needles) ?([^>]*?) -->\n).*?(?=<!-- /\2 -->)", re.DOTALL)
 _RATIOS = (2, 4, 8, 16)
-# Task -> its metric and the title of the metric.
-_METRICS = {
-    "question_answering": ("f1", "F1"),
-    "summarization": ("rougeL", "ROUGE-L"),
-    "reconstruction": ("token_accuracy", "tokens restored, %"),
-    "continuation": ("perplexity", "perplexity of what follows"),
+_TITLES = {
+    "question_answering": "F1",
+    "summarization": "ROUGE-L",
+    "reconstruction": "tokens restored, %",
+    "continuation": "perplexity of what follows",
 }
 _BASELINES = {"cut": "truncated text", "bm25": "BM25 sentences"}
-_READ = {"ratio": "{name}", "cut": "Truncated text, same budget", "bm25": "BM25 sentences, same budget"}
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ bos_token + message['role'] + '\n' + message['content'] + eos_token + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ bos_token + 'assistant\n' }}{% endif %}"
@@ -62,14 +66,7 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code on a page.
-
-    Args:
-        language: such as "python".
-        content: the code.
-        start: where the content starts in the page.
-        is_output: whether it is a text block directly behind code.
-    """
+    """A block on a page: where its content starts, and whether it is the output of code directly in front of it."""
 
     language: str
     content: str
@@ -104,11 +101,7 @@ def run_command(line: str) -> None:
 def run_page(
     path: Path, languages: tuple[str, ...] = ("python", "bash", "yaml", "jsonl")
 ) -> tuple[dict[str, Any], list[tuple[Block, str]]]:
-    """Run the blocks of a page in order, in the current directory; `yaml` and `jsonl` blocks are written as files.
-
-    Args:
-        path: the page.
-        languages: blocks of other languages are only shown.
+    """Run a page's blocks of these languages in the current directory; `yaml` and `jsonl` are written as files.
 
     Returns:
         The names that the page's Python defines, and its output blocks, each with what was printed.
@@ -143,12 +136,7 @@ def write_file(path: Path, block: Block) -> None:
 
 
 def stand_in_checkpoints(small: Path, folder: Path) -> None:
-    """Copy small trained models into a folder, under the names of a base and of checkpoints on the pages.
-
-    Args:
-        small: folder with the models `base` and `mean_pooling`, which get a chat template.
-        folder: where a page will run.
-    """
+    """Copy the small trained models, with a chat template, under the names of a base and checkpoints on the pages."""
     from transformers import AutoTokenizer
 
     from context_compressors.modeling.parts.prompting import opening_ids
@@ -168,8 +156,6 @@ def stand_in_checkpoints(small: Path, folder: Path) -> None:
 
 def letters_tokenizer(name: str, is_reversed: bool = False) -> Any:
     """Save a tokenizer whose tokens are letters to a folder."""
-    from byte_tokenizers import byte_tokenizer
-
     tokenizer = byte_tokenizer(backwards=is_reversed, bos_token="<s>", eos_token="</s>", pad_token="</s>")
     tokenizer.save_pretrained(name)
     return tokenizer
@@ -177,19 +163,9 @@ def letters_tokenizer(name: str, is_reversed: bool = False) -> Any:
 
 def base_of_letters(name: str, width: int, is_reversed: bool = False) -> None:
     """Save a random language model with such a tokenizer under the name of a base on the pages."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    tokenizer = letters_tokenizer(name, is_reversed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=32,
-        num_hidden_layers=8,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    config = tiny_llama(letters_tokenizer(name, is_reversed), hidden_size=width, num_hidden_layers=8)
     LlamaForCausalLM(config).save_pretrained(name)
 
 
@@ -207,90 +183,79 @@ def filled(text: str, outputs: list[tuple[Block, str]]) -> str:
     return text
 
 
-def scores_of(name: str) -> dict[str, dict[str, Any]]:
-    """Return the rows of a checkpoint's result file about questions on SQuAD, by condition."""
-    return rows_of(json.loads((SCORES / f"{name}.json").read_text(encoding="utf-8")))
+def report_of(*names: str) -> EvaluationReport:
+    """Return result files of `context-compressors evaluate` as one report."""
+    reports = [EvaluationReport.load(SCORES / f"{name}.json") for name in names]
+    return replace(reports[0], rows=[row for report in reports for row in report.rows])
 
 
-def rows_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the rows about questions on SQuAD of a result file of `context-compressors evaluate`, by condition."""
-    rows = [row for row in content["rows"] if (row["dataset"], row["task"]) == ("squad", "question_answering")]
-    return {row["condition"]: row for row in rows}
+def rows_of(name: str) -> dict[str, EvaluationRow]:
+    """Return the rows of a result file about questions on SQuAD, by condition."""
+    rows = report_of(name).rows
+    return {row.condition: row for row in rows if (row.dataset, row.task) == ("squad", "question_answering")}
 
 
-def score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return README's table: F1 on SQuAD of each checkpoint and its baselines, what is stored and what is read.
+def stored(rows: Iterable[EvaluationRow]) -> list[str]:
+    """Return the kB that each row stores."""
+    sizes = [row.costs["memory_bytes"] / 1000 for row in rows]
+    return [f"{size:,.0f}" if size > 10 else f"{size:.1f}" for size in sizes]
 
-    Args:
-        scores: `scores_of` each checkpoint.
-    """
-    from context_compressors.reporting.tables import markdown_table
 
+def read(name: str, counts: Iterable[float]) -> list[str]:
+    """Return positions and kB of their keys and values in bfloat16, of which a slot has as many when it is read."""
+    config = json.loads((ROOT / "checkpoints" / name / "config.json").read_text(encoding="utf-8"))["decoder_config"]
+    size = config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / 1000
+    return [f"{count:.0f}, {count * size:,.0f}" for count in counts]
+
+
+def score_table() -> str:
+    """Return README's table: F1 on SQuAD of each checkpoint and its baselines, what is stored and what is read."""
     body = []
-    for name, rows in scores.items():
-        link = f"[{name}](checkpoints/{name}/README.md), {rows['no_context']['num_samples']:,} questions"
-        for kind, title in _READ.items():
-            bounds = ["no_context", "full_context"] if kind == "ratio" else ["", ""]
-            body.append(_line(title.format(name=link), rows, [*bounds, *(f"{kind}={n}" for n in _RATIOS)]))
+
+    def add(title: str, *cells: str) -> None:
+        body.append([title, *cells, *[""] * (2 + len(_RATIOS) - len(cells))])
+
+    def f1(rows: Mapping[str, EvaluationRow], kind: str) -> list[str]:
+        conditions = [f"{kind}={ratio}" for ratio in _RATIOS]
+        return [f"{rows[condition].metrics['f1']:.1f}" for condition in conditions if condition in rows]
+
+    for name in CHECKPOINTS:
+        rows = rows_of(name)
+        none, full = rows["no_context"], rows["full_context"]
+        bounds = [f"{row.metrics['f1']:.1f}" for row in (none, full)]
+        link = f"[{name}](checkpoints/{name}/README.md), {none.num_samples:,} questions"
+        add(link, *bounds, *f1(rows, "ratio"))
+        for kind, title in _BASELINES.items():
+            add(f"{title[0].upper()}{title[1:]}, same budget", "", "", *f1(rows, kind))
         if name == CHECKPOINTS[1]:
-            title = f"{CHECKPOINTS[0]}, the same questions"
-            body.append(_line(title, scores_of(IN_COMMON), ["", "", *(f"ratio={ratio}" for ratio in _RATIOS)]))
-        body += _sizes(name, rows)
+            add(f"{CHECKPOINTS[0]}, the same questions", "", "", *f1(rows_of(IN_COMMON), "ratio"))
+        slots = [rows[f"ratio={ratio}"] for ratio in _RATIOS if f"ratio={ratio}" in rows]
+        tokens = full.costs["decoder_positions"] - none.costs["decoder_positions"]
+        add("Stored: kB", "", *stored([full, *slots]))
+        add("Read: positions, kB of KV cache", "", *read(name, [tokens, *(row.costs["slots"] for row in slots)]))
     return markdown_table(["F1", "no context", "full text", *(f"{ratio}x" for ratio in _RATIOS)], body)
 
 
-def _line(title: str, rows: Mapping[str, Mapping[str, Any]], conditions: Sequence[str]) -> list[str]:
-    return [title, *(f"{rows[name]['metrics']['f1']:.1f}" if name in rows else "" for name in conditions)]
-
-
-def _sizes(name: str, rows: Mapping[str, Any]) -> list[list[str]]:
-    """Return two lines, what is stored and what is read: of no context, of the full text, and at each ratio."""
-    tokens = rows["full_context"]["costs"]["decoder_positions"] - rows["no_context"]["costs"]["decoder_positions"]
-    costs = [rows[f"ratio={ratio}"]["costs"] for ratio in _RATIOS if f"ratio={ratio}" in rows]
-    stored = [rows["full_context"]["costs"]["memory_bytes"] / 1000, *(cost["memory_bytes"] / 1000 for cost in costs)]
-    read = [tokens, *(cost["slots"] for cost in costs)]
-    lines = [
-        ["Stored: kB", "", *(f"{size:,.0f}" if size > 10 else f"{size:.1f}" for size in stored)],
-        ["Read: positions, kB of KV cache", "", *(f"{n:.0f}, {n * _position_kb(name):,.0f}" for n in read)],
-    ]
-    return [[*line, *[""] * (3 + len(_RATIOS) - len(line))] for line in lines]
-
-
-def _position_kb(name: str) -> float:
-    """Return kB of the keys and values of a position in bfloat16, which a slot takes, too, when it is read."""
-    config = json.loads((ROOT / "checkpoints" / name / "config.json").read_text(encoding="utf-8"))["decoder_config"]
-    return config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / 1000
-
-
-def interval_table(name: str, rows: Mapping[str, Any]) -> str:
-    """Return the table of a checkpoint's page: F1 with intervals, differences on the same questions and retention.
-
-    Args:
-        name: of the checkpoint.
-        rows: of `scores_of`.
-    """
-    from context_compressors.reporting.tables import markdown_table
-
-    ratios = sorted(int(name.partition("=")[2]) for name in rows if name.startswith("ratio="))
-    body = []
-    for kind, title in (("ratio", "compressed"), *_BASELINES.items()):
-        of_kind = [rows[f"{kind}={ratio}"] for ratio in ratios]
-        body.append([title, *(_with(row["metrics"]["f1"], row["intervals"]["f1"]) for row in of_kind)])
+def interval_table(name: str) -> str:
+    """Return the table of a checkpoint's page: F1 with intervals, differences on the same questions and retention."""
+    rows, ratios = rows_of(name), report_of(name).ratios("question_answering")
     slots = [rows[f"ratio={ratio}"] for ratio in ratios]
+
+    def f1(row: EvaluationRow) -> str:
+        return _with(row.metrics["f1"], row.intervals["f1"])
+
+    body = [["compressed", *map(f1, slots)]]
     for kind, title in _BASELINES.items():
-        pairs = [row["differences"][f"{kind}={ratio}"] for row, ratio in zip(slots, ratios, strict=True)]
+        body.append([title, *(f1(rows[f"{kind}={ratio}"]) for ratio in ratios)])
+    for kind, title in _BASELINES.items():
+        pairs = [row.differences[f"{kind}={ratio}"] for row, ratio in zip(slots, ratios, strict=True)]
         body.append([f"minus {title}", *(_with(pair["difference"], pair["interval"]) for pair in pairs)])
-    body.append(["retention, %", *(_with(row["retention"], row["intervals"]["retention"], 0) for row in slots)])
-    body.append(["stored: kB", *(f"{row['costs']['memory_bytes'] / 1000:,.0f}" for row in slots)])
-    positions = [row["costs"]["slots"] for row in slots]
-    read = [f"{number:.0f}, {number * _position_kb(name):,.0f}" for number in positions]
-    body.append(["read: positions, kB of KV cache", *read])
-    first = rows["no_context"]
-    none, full = (
-        _with(rows[name]["metrics"]["f1"], rows[name]["intervals"]["f1"]) for name in ("no_context", "full_context")
-    )
-    text = f"{first['num_samples']:,} questions about {first['num_documents']} paragraphs, seed {first['seed']}. "
-    text += f"No context: {none}. Full text: {full}."
+    body.append(["retention, %", *(_with(row.retention, row.intervals["retention"], 0) for row in slots)])
+    body.append(["stored: kB", *stored(slots)])
+    body.append(["read: positions, kB of KV cache", *read(name, [row.costs["slots"] for row in slots])])
+    none, full, seed = rows["no_context"], rows["full_context"], report_of(name).settings["seed"]
+    text = f"{none.num_samples:,} questions about {none.num_documents} paragraphs, seed {seed}. "
+    text += f"No context: {f1(none)}. Full text: {f1(full)}."
     return f"{text}\n\n{markdown_table(['F1', *(f'{ratio}x' for ratio in ratios)], body)}"
 
 
@@ -298,93 +263,54 @@ def _with(value: float, interval: Sequence[float], digits: int = 1) -> str:
     return f"{value:.{digits}f} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
 
 
-def tables_by_set(*contents: Mapping[str, Any]) -> str:
-    """Return a table for each task: scores on each set, their mean, and the mean difference to each baseline.
-
-    Args:
-        contents: of result files of `context-compressors evaluate`, which are read as one.
-    """
-    from context_compressors.configuration.nearest_names import as_spelled_now
-
-    tasks: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in (row for content in contents for row in content["rows"]):
-        tasks.setdefault(as_spelled_now(row["task"]), {}).setdefault(row["dataset"], {})[row["condition"]] = row
-    return "\n\n".join(_table_of_task(task, sets) for task, sets in tasks.items())
-
-
-def _table_of_task(task: str, sets: Mapping[str, Mapping[str, Any]]) -> str:
-    from context_compressors.reporting.tables import markdown_table
-
-    metric, title = _METRICS[task]
-    conditions = next(iter(sets.values()))
-    ratios = sorted(int(name.partition("=")[2]) for name in conditions if name.startswith("ratio="))
-    columns = ["no_context", "full_context", *(f"ratio={ratio}" for ratio in ratios)]
-    body, cells_of_sets = [], []
-    for name, rows in sets.items():
-        counts = rows["no_context"]
-        domain = ", out of domain" if counts["domain"] == "out" else ""
-        cells = [(rows[column]["metrics"][metric], rows[column]["intervals"][metric]) for column in columns]
-        cells_of_sets.append(cells)
-        label = f"{name}{domain} ({counts['num_samples']:,} about {counts['num_documents']:,})"
-        body.append([label, *(_with(*cell) for cell in cells)])
-    if metric != "perplexity" and len(sets) > 1:
-        body.append(["mean", *_means(cells_of_sets)])
-    for kind, baseline in _BASELINES.items():
-        if f"{kind}={ratios[0]}" in conditions:
-            pairs = [
-                [rows[f"ratio={ratio}"]["differences"][f"{kind}={ratio}"] for ratio in ratios]
-                for rows in sets.values()
-            ]
-            differences = [[(pair["difference"], pair["interval"]) for pair in of_set] for of_set in pairs]
-            body.append([f"compressed minus {baseline}, mean", "", "", *_means(differences)])
-    costs = [[rows[f"ratio={ratio}"]["costs"] for rows in sets.values()] for ratio in ratios]
-    for size, name, unit in (("stored: kB, mean", "memory_bytes", 1000), ("read: positions, mean", "slots", 1)):
-        body.append([size, "", "", *(f"{fmean(cost[name] for cost in of_all) / unit:,.0f}" for of_all in costs)])
-    return markdown_table([title, "no context", "full text", *(f"{ratio}x" for ratio in ratios)], body)
+def task_table(report: EvaluationReport, task: str) -> str:
+    """Return the scores on each set of a task, their mean, and the mean difference to each baseline."""
+    metric, ratios = report.main_metric(task), report.ratios(task)
+    slots = [f"ratio={ratio}" for ratio in ratios]
+    conditions, body = ["no_context", "full_context", *slots], []
+    for name in report.datasets(task):
+        rows = [report.row(name, task, condition) for condition in conditions]
+        domain = ", out of domain" if rows[0].domain == "out" else ""
+        label = f"{name}{domain} ({rows[0].num_samples:,} about {rows[0].num_documents:,})"
+        body.append([label, *(_with(row.metrics[metric], row.intervals[metric]) for row in rows)])
+    if metric != "perplexity" and len(body) > 1:
+        means, intervals = report.macro_average(task, metric), report.macro_average_interval(task, metric)
+        body.append(["mean", *(_with(means[name], intervals[name]) for name in conditions)])
+    differences = report.mean_differences(task, metric)
+    for kind, title in _BASELINES.items():
+        pairs = [differences.get((f"ratio={ratio}", f"{kind}={ratio}")) for ratio in ratios]
+        if all(pairs):
+            body.append([f"compressed minus {title}, mean", "", "", *(_with(*pair) for pair in pairs)])
+    costs = [[row.costs for row in report.rows if (row.task, row.condition) == (task, name)] for name in slots]
+    for title, name, unit in (("stored: kB, mean", "memory_bytes", 1000), ("read: positions, mean", "slots", 1)):
+        body.append([title, "", "", *(f"{fmean(cost[name] for cost in of_all) / unit:,.0f}" for of_all in costs)])
+    return markdown_table([_TITLES[task], "no context", "full text", *(f"{ratio}x" for ratio in ratios)], body)
 
 
-def _means(lines: Sequence[Sequence[tuple[float, Sequence[float]]]]) -> list[str]:
-    """Return the means over sets with the intervals of independent sets."""
-    from context_compressors.evaluation.bootstrap import interval_of_mean
-
-    means = []
-    for column in zip(*lines, strict=True):
-        mean = fmean(value for value, _ in column)
-        means.append(_with(mean, interval_of_mean(mean, [ends for _, ends in column])))
-    return means
-
-
-def needle_table(path: Path) -> str:
-    """The share of needles of all kinds that the outputs contain, by length and condition."""
-    from context_compressors.evaluation.rows import ordered_conditions
-    from context_compressors.reporting.tables import markdown_table
-
-    cells = {
-        (cell["length"], cell["condition"]): _with(cell["accuracy"], cell["interval"], 0)
-        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
-        if (cell["kind"], cell["metric"]) == ("all", "substring_accuracy")
-    }
-    conditions = ordered_conditions(name for _, name in cells)
-    rows = [
-        [f"{length:,}", *(cells[length, name] for name in conditions)] for length in sorted({row for row, _ in cells})
-    ]
-    return markdown_table(["tokens", *(name.replace("_", " ") for name in conditions)], rows)
+def needle_table(name: str) -> str:
+    """Return the share of needles of all kinds that the outputs contain, by length and condition."""
+    cells: dict[int, dict[str, str]] = {}
+    for cell in json.loads((SCORES / f"{name}.json").read_text(encoding="utf-8"))["cells"]:
+        if (cell["kind"], cell["metric"]) == ("all", "substring_accuracy"):
+            of_length = cells.setdefault(cell["length"], {})
+            of_length[cell["condition"]] = _with(cell["accuracy"], cell["interval"], 0)
+    conditions = ordered_conditions(next(iter(cells.values())))
+    body = [[f"{length:,}", *(row[name] for name in conditions)] for length, row in sorted(cells.items())]
+    return markdown_table(["tokens", *(name.replace("_", " ") for name in conditions)], body)
 
 
 def with_scores(text: str) -> str:
     """Return a page with its tables of scores, from the result files that its markers name."""
 
-    def table(match: re.Match[str]) -> str:
-        if match[2] == "needles":
-            return match[1] + needle_table(SCORES / f"{match[3]}.json")
-        if match[2] == "sets":
-            files = [SCORES / f"{name}.json" for name in match[3].split()]
-            return match[1] + tables_by_set(*(json.loads(file.read_text(encoding="utf-8")) for file in files))
-        if match[3]:
-            return match[1] + interval_table(match[3], scores_of(match[3]))
-        return match[1] + score_table({name: scores_of(name) for name in CHECKPOINTS})
+    def table(kind: str, *names: str) -> str:
+        if kind == "needles":
+            return needle_table(*names)
+        if kind == "sets":
+            report = report_of(*names)
+            return "\n\n".join(task_table(report, task) for task in report.tasks())
+        return interval_table(*names) if names else score_table()
 
-    return _SCORES.sub(table, text)
+    return _SCORES.sub(lambda match: f"{match[1]}{table(match[2], *match[3].split())}\n", text)
 
 
 def method_row(method: str, classes: Sequence[str]) -> str:
@@ -417,16 +343,6 @@ def main() -> None:
             outputs = run_on_the_checkpoint(path, Path(folder))
         path.write_text(filled(text, outputs), encoding="utf-8")
         print(f"wrote {os.path.relpath(path, ROOT)}")
-    # README leaves the type to the checkpoint: an answer that rounding changes would be another on the next machine.
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "page.md"
-        in_float32 = 'trust_remote_code=True, dtype="float32")'
-        page.write_text(README.read_text(encoding="utf-8").replace("trust_remote_code=True)", in_float32, 1), "utf-8")
-        changed = [
-            block.content for block, printed in run_on_the_checkpoint(page, Path(folder)) if printed != block.content
-        ]
-    if changed:
-        print(f"in float32 README prints something else than {changed}: ask what the checkpoint is surer of")
 
 
 if __name__ == "__main__":

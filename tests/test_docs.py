@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages in docs/ run as they stand: their Python, their commands and the files that they write down."""
+"""README.md and the pages in docs/ run as they stand: their Python, their commands and the files they write down."""
 
 import json
 import math
@@ -14,6 +14,7 @@ from pages import DOCS, ROOT
 
 from context_compressors import __version__
 
+README = pages.README.read_text(encoding="utf-8")
 PAGES = sorted(path.stem for path in DOCS.glob("*.md"))
 ALL_PAGES = sorted(path.relative_to(DOCS).as_posix().removesuffix(".md") for path in DOCS.rglob("*.md"))
 # What a page only shows: it needs a network, a server, several GPUs, large files or a shell of one's own.
@@ -59,22 +60,15 @@ def test_every_block_runs_or_is_of_a_kind_that_is_only_shown_and_cannot_run_here
 
 
 def test_links_lead_to_files_and_headings():
-    for page in ALL_PAGES:
-        here = DOCS / f"{page}.md"
+    for here in (pages.README, ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")):
         text = here.read_text(encoding="utf-8")
         for target, heading in re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]+))?\)", text):
             path = (here.parent / target).resolve() if target else here
-            assert path.exists(), f"{page}.md links to {target}"
+            assert path.exists(), f"{here.name} links to {target}"
             if heading:
                 titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
                 names = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
-                assert heading in names, f"{page}.md links to {target}#{heading}"
-
-
-def test_guides_that_ask_show_the_full_texts_answer_too():
-    guides = [DOCS / f"{page}.md" for page in ("use", "corpus", "server", "frameworks", "demo", "serve", "train")]
-    for path in (pages.README, *guides):
-        assert re.search(r"full_text|--full-text|full text", path.read_text(encoding="utf-8")), path
+                assert heading in names, f"{here.name} links to {target}#{heading}"
 
 
 @pytest.mark.release
@@ -128,8 +122,7 @@ def test_the_page_on_methods_runs(two_bases: None):
 
 
 def test_every_page_is_in_the_readme_and_every_page_that_runs_is_run():
-    readme = pages.README.read_text(encoding="utf-8")
-    assert [page for page in PAGES if f"(docs/{page}.md)" not in readme] == []
+    assert [page for page in PAGES if f"(docs/{page}.md)" not in README] == []
     # A page that is added needs a test of its own; docs/add_a_method.md, docs/papers.md and docs/methods/ have files
     # of them, docs/frameworks.md and docs/server.md have some in tests/integrations.
     pages_that_run = [*WRITTEN, "methods", "text", "train", "use"]
@@ -142,6 +135,57 @@ def test_project_files_agree():
     assert citation["version"] == __version__
     assert citation["license"] == "Apache-2.0"
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    readme = pages.README.read_text(encoding="utf-8")
     for reference in citation["references"]:
-        assert reference["title"] in readme, reference["title"]
+        assert reference["title"] in README, reference["title"]
+
+
+# --- README ---
+
+
+def test_the_readme_has_at_most_200_lines():
+    assert len(README.splitlines()) <= 200
+
+
+def test_the_first_code_asks_the_checkpoint_and_shows_what_it_prints():
+    first, output, *_ = [block for block in pages.blocks_of(README) if block.language in ("python", "text")]
+    assert "pipeline(" in first.content
+    assert f"checkpoints/{pages.CHECKPOINTS[0]}" in first.content
+    assert output.is_output
+
+
+@pytest.mark.slow
+def test_the_readmes_code_prints_what_it_says(smollm2_base: Path, tmp_path: Path):
+    outputs = pages.run_on_the_checkpoint(pages.README, tmp_path)
+    assert [printed for _, printed in outputs] == [block.content for block, _ in outputs], "run tests/pages.py"
+
+
+@pytest.mark.slow
+def test_the_tables_of_scores_are_those_of_the_result_files():
+    for path in (pages.README, pages.SCORES / "README.md"):
+        text = path.read_text(encoding="utf-8")
+        assert pages.with_scores(text) == text, "run tests/pages.py --scores"
+
+
+def test_what_code_prints_goes_into_the_text_block_right_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    fences = [
+        "```jsonl\n# rows.jsonl\n{}\n```",
+        "```python\nprint(open('rows.jsonl').read())\n```",
+        "```text\nold\n```",
+    ]
+    page = tmp_path / "page.md"
+    page.write_text("\n\n".join([*fences, "Words.", "```text\nkept\n```"]), encoding="utf-8")
+    _, outputs = pages.run_page(page)
+    text = page.read_text(encoding="utf-8")
+    assert pages.filled(text, outputs) == text.replace("old", "{}")
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"`make ([a-z-]+)`", README))
+    assert named
+    assert named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+
+
+def test_every_method_of_the_register_has_its_row():
+    assert pages.with_method_rows(README) == README, "run tests/pages.py --methods"

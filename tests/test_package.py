@@ -49,13 +49,6 @@ print(len(names) + without, package.__version__)
 """
 
 
-def test_extras_are_installed_from_a_clone_as_long_as_there_is_no_release():
-    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.*")]
-    files += [path for folder in FOLDERS.values() for path in (ROOT / folder).glob("*.py")]
-    named = [path.name for path in files if re.search(r"pip install '?context-compressors", path.read_text())]
-    assert named in ([], ["CHANGELOG.md"])
-
-
 def product_files(pattern: str = "*") -> set[str]:
     """Every file of the packages, by its path in the wheel."""
     return {
