@@ -102,6 +102,11 @@ def method_cases():
     return {case.method.name: case for case in METHOD_CASES}
 
 
+# And each by the name of its method, as `icae`.
+for _case in METHOD_CASES:
+    globals()[_case.method.name] = pytest.fixture(lambda case=_case: case, scope="session", name=_case.method.name)
+
+
 @pytest.fixture(scope="session")
 def case_on(method_cases):
     """`case_on(method, base)`: a method as it comes, on a base such as "llama-sdpa"."""

@@ -10,11 +10,6 @@ from context_compressors import AutoCompressorConfig, AutoCompressorForCausalLM
 from context_compressors.training.loading import changed_config
 
 
-@pytest.fixture
-def autocompressor(method_cases):
-    return method_cases["autocompressor"]
-
-
 def naive_slots(model, ids, ratio):
     """Segment by segment, each row alone: [slots so far, segment, summary tokens] through the language model."""
     backbone, config = model.model, model.config
@@ -112,7 +107,3 @@ def test_the_reader_starts_from_a_compressor_and_reads_its_memories(autocompress
         loaded.model.memory_embeddings.add_(0.1)
     with pytest.raises(ValueError, match="not by this one"):
         loaded(text, memory=memory)
-    # A checkpoint without an adapter that its configuration names is broken.
-    reader.config.save_pretrained(tmp_path / "compressor")
-    with pytest.raises(ValueError, match="lacks"):
-        AutoCompressorForCausalLM.from_pretrained(tmp_path / "compressor")

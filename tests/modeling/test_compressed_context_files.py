@@ -13,13 +13,10 @@ from safetensors.torch import save_file
 
 from context_compressors.modeling.memory.carriers import carrier_tensors
 from context_compressors.modeling.memory.compressed_context import CompressedContext
-from context_compressors.modeling.memory.memory_file import read_memory_file, write_memory_file
-
-FLOAT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ratio", [4, torch.tensor([4, 2, 8])])
 def test_a_saved_memory_loads_bit_for_bit(tmp_path, carrier, dtype, ratio):
     memory = make_memory(carrier=carrier, dtype=dtype, ratio=ratio, layout="uniform", source="a sha256:1")
@@ -43,9 +40,6 @@ def test_loading_converts_the_carrier_alone(tmp_path):
     named = CompressedContext.load(tmp_path / "memory.safetensors", dtype="bfloat16")
     assert_same(named, loaded)
     assert loaded.to(dtype="float32").dtype == torch.float32
-    for wrong in ("float99", "int64", "Tensor", torch.int64, 16):
-        with pytest.raises(TypeError, match=r"floating-point type or its name, one of .*, got .*(99|64|Tensor|16)"):
-            CompressedContext.load(tmp_path / "memory.safetensors", dtype=wrong)
 
 
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
@@ -95,33 +89,17 @@ def test_other_files_are_refused(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
-def test_every_truncation_is_detected(tmp_path, carrier):
-    path = tmp_path / "memory.safetensors"
-    make_memory((2, 1), carrier=carrier).save(path)
-    content = path.read_bytes()
-    for size in [*range(0, len(content), 7), len(content) - 1]:
-        path.write_bytes(content[:size])
-        with pytest.raises(ValueError, match="truncated") as error:
-            CompressedContext.load(path)
-        assert str(path) in str(error.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
-def test_an_altered_byte_anywhere_is_detected(tmp_path, carrier):
+def test_truncations_and_an_altered_byte_anywhere_are_detected(tmp_path, carrier):
     path = tmp_path / "memory.safetensors"
     make_memory((2, 1), carrier=carrier, ratio=torch.tensor([4, 2])).save(path)
     content = path.read_bytes()
-    for index in range(len(content)):
-        # This bit turns letters into the other case, and a padding blank of the header into a control character.
-        altered = bytearray(content)
-        altered[index] ^= 0x20
-        path.write_bytes(altered)
+    broken = [content[:size] for size in range(0, len(content), 7)]
+    # This bit turns letters into the other case, and a padding blank of the header into a control character.
+    broken += [content[:i] + bytes([content[i] ^ 0x20]) + content[i + 1 :] for i in range(len(content))]
+    for changed in (*broken, content + b"\0"):
+        path.write_bytes(changed)
         with pytest.raises(ValueError, match=re.escape(str(path))):
             CompressedContext.load(path)
-    path.write_bytes(content + b"\0")
-    with pytest.raises(ValueError, match="altered"):
-        CompressedContext.load(path)
 
 
 def test_a_file_of_a_later_version_is_refused(tmp_path, monkeypatch):
@@ -133,37 +111,15 @@ def test_a_file_of_a_later_version_is_refused(tmp_path, monkeypatch):
         CompressedContext.load(path)
 
 
-def write_anyhow(path, memory, monkeypatch, **metadata):
-    """Write what `save` refuses, in a file whose checksum is right."""
-    with monkeypatch.context() as patch:
-        patch.setattr(CompressedContext, "validate", lambda *args, **kwargs: None)
-        memory.model_id = memory.model_id or "nobody"
-        memory.save(path)
-    tensors, stored = read_memory_file(path)
-    write_memory_file(path, tensors, {**stored, **metadata})
-
-
 @pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
-def test_a_memory_that_is_not_finite_is_neither_saved_nor_loaded(tmp_path, monkeypatch, carrier):
-    path = tmp_path / "memory.safetensors"
-    memory = make_memory(carrier=carrier)
+def test_a_memory_that_is_not_finite_or_has_no_name_is_not_saved(tmp_path, carrier):
+    path, memory = tmp_path / "memory.safetensors", make_memory(carrier=carrier)
     carrier_tensors(memory)[-1][0, 0, 0] = float("nan")
     with pytest.raises(ValueError, match=f"{carrier} must be finite"):
         memory.save(path)
-    assert not path.exists()
-    write_anyhow(path, memory, monkeypatch)
-    with pytest.raises(ValueError, match=f"does not hold a valid memory: {carrier} must be finite"):
-        CompressedContext.load(path)
-
-
-def test_a_memory_without_a_name_is_neither_saved_nor_loaded(tmp_path, monkeypatch):
-    path = tmp_path / "memory.safetensors"
     with pytest.raises(ValueError, match=r"without `model_id` is not saved.*model\.eval\(\)"):
-        make_memory(model_id="").save(path)
+        make_memory(carrier=carrier, model_id="").save(path)
     assert not path.exists()
-    write_anyhow(path, make_memory(), monkeypatch, model_id="")
-    with pytest.raises(ValueError, match=re.escape(f"{path} names no model")):
-        CompressedContext.load(path)
 
 
 def checksummed(header: bytes, data: bytes = b"") -> bytes:
@@ -180,12 +136,10 @@ OURS = b'"__metadata__":{"format":"context-compressors memory","format_version":
     [
         checksummed(b"[" * 200_000),
         struct.pack("<Q", 8 << 20) + bytes(9 << 20),
-        checksummed(b"{" + OURS + b',"embeddings":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
         checksummed(b"{" + OURS + b',"embeddings":{"dtype":"F32","shape":[1],"data_offsets":[0,1e400]}}', bytes(4)),
         checksummed(b"{" + OURS + b',"embeddings":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
-        checksummed(b"{" + OURS + b"}"),
     ],
-    ids=["deep", "oversized", "dtype", "infinite", "lacking", "nothing"],
+    ids=["deep", "oversized", "infinite", "lacking"],
 )
 def test_a_hostile_header_is_refused_with_the_files_name(tmp_path, content):
     path = tmp_path / "memory.safetensors"

@@ -15,11 +15,6 @@ from context_compressors.modeling.parts.pooling import mean_pool
 literally = pytest.mark.parametrize("literal", [False, True], ids=["facts", "printed"])
 
 
-@pytest.fixture
-def comprexit(method_cases):
-    return method_cases["comprexit"]
-
-
 def random_like(module, seed=0):
     """The module with random parameters, so that no start value hides a mistake."""
     torch.manual_seed(seed)
@@ -168,33 +163,10 @@ def test_information_flow_is_what_compressing_uses(comprexit, random_rows, pad_r
         torch.testing.assert_close(allocation.sum(dim=1), torch.ones(slots))
         values = model.transmission.value(allocation @ model.transmission.value_norm(anchors[0]))
         torch.testing.assert_close(model.slot_mlp(values), memory.embeddings[i, :slots], atol=1e-4, rtol=1e-4)
-    # The short row's pads have nothing, and windows of 3 tokens stay apart.
-    assert not shares[1, 2:].any()
-    assert not shares[1, :, 6:].any()
-    assert not layers[1, 6:].any()
-    assert not shares[0, 0, 3:].any()
+    assert not flow.allocation[1, 2:].any(), "the short row's pads have nothing"
 
 
 # --- ablations and settings ---
-
-
-def test_shuffled_receivers_are_the_same_slots_in_another_order():
-    lengths = [21, 10, 3]
-    mask = torch.arange(21) < torch.tensor(lengths)[:, None]
-    anchors = torch.randn(3, 21, 6)
-    in_order, slot_mask = transmission()(anchors, mask, 2)
-    mixed, mixed_mask = transmission(shuffled_receivers=True)(anchors, mask, 2)
-    assert mixed_mask.equal(slot_mask)
-    moved = False
-    for row, count in enumerate(slot_mask.sum(dim=1).tolist()):
-        for window in range(0, count, 4):
-            one, other = (slots[row, window : min(window + 4, count)] for slots in (in_order, mixed))
-            distances = torch.cdist(one, other)
-            order = distances.argmin(dim=1)
-            assert distances.amin(dim=1).max() < 1e-5
-            assert sorted(order.tolist()) == list(range(len(one)))
-            moved |= order.tolist() != sorted(order.tolist())
-    assert moved
 
 
 def test_windowed_attention_is_its_naive_twin():
@@ -244,27 +216,3 @@ def test_every_ablation_changes_the_slots(comprexit):
         slots[name] = model.compress(ids, ratio=2).embeddings
     for name in fields.keys() - {"plain"}:
         assert not slots[name].allclose(slots["plain"], atol=1e-3), name
-
-
-def test_defaults_are_the_papers():
-    config = ComprExITConfig()
-    assert (config.compression_ratios, config.bos_before_slots, config.chunk_size) == ((4,), True, None)
-    assert (config.window_size, config.transport_iterations, config.transport_epsilon) == (128, 30, 0.1)
-    assert (config.gate_size, config.metric_size, config.gate_temperature) == (256, 256, 0.7)
-    assert (config.uniform_sender_share, config.encoder_lora, config.decoder_lora) == (0.05, None, None)
-    assert config.task_token_ids == {}
-    assert ComprExITConfig(literal_equations=True).uniform_sender_share == 0.0
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "allowed"),
-    [
-        ("token_anchors", "first", "'gate', 'last_layer' or a layer from 0 to 32"),
-        ("token_anchors", 33, "0 to 32"),
-        ("slot_aggregation", "attention", "transport"),
-        ("window_size", 0, "at least 1"),
-    ],
-)
-def test_a_wrong_value_is_refused_with_what_is_allowed(field, value, allowed):
-    with pytest.raises(ValueError, match=f"`{field}`.*{allowed}.*got {value!r}"):
-        ComprExITConfig(**{field: value})

@@ -61,11 +61,3 @@ def test_what_the_method_adds_is_what_it_makes_without_the_residual(name, method
         made = made / (made.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * torch.cat(sizes)[:, None]
         made = made @ residual_map.weight.T
     torch.testing.assert_close(slots, made, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "fields"), [("five_hundred_x", {}), ("mean_pooling", {"encoder_config": {"vocab_size": 64}})]
-)
-def test_slots_without_the_decoders_embeddings_of_the_context_are_refused(name, fields, method_cases):
-    with pytest.raises(ValueError, match=r"`embedding_residual` adds .* must be False"):
-        method_cases[name].config(embedding_residual=True, **fields)

@@ -10,7 +10,6 @@ from context_compressors.modeling.compressor import validation
 from context_compressors.modeling.parts.cache_name import CACHE
 
 CONTEXT, TEXT = torch.arange(5, 15)[None], torch.arange(20, 24)[None]
-PADS_ONLY = torch.zeros_like(TEXT)
 
 
 def raises(error, *parts):
@@ -31,14 +30,10 @@ def with_id(wrong):
 
 WRONG_CONTEXTS = [
     ({"ratio": 4}, ValueError, ("not trained for the ratio 4", "[2, 3, 8]", "allow_untrained_ratio=True")),
-    ({"ratio": 0, "allow_untrained_ratio": True}, ValueError, ("at least 1", "0")),
-    ({"ratio": "2"}, ValueError, ("'2'",)),
     ({"ratio": torch.tensor([2, 2])}, ValueError, ("1 rows", "(2,)")),
     ({"attention_mask": torch.ones(1, 9)}, ValueError, ("`attention_mask`", "(1, 10)", "(1, 9)")),
-    ({"input_ids": CONTEXT[:0]}, ValueError, ("`input_ids`", "at least one row", "(0, 10)")),
     ({"input_ids": with_id(140)}, ValueError, ("input_ids", "140", "128 tokens")),
     ({"input_ids": CONTEXT[0]}, ValueError, ("(batch_size, num_tokens)", "(10,)")),
-    ({"rate": 4}, TypeError, ("rate",)),
 ]
 
 
@@ -50,13 +45,8 @@ def test_what_cannot_be_compressed_is_refused(model, wrong, error, parts):
 
 WRONG_TEXTS = [
     ({"input_ids": TEXT[:, :0]}, ValueError, ("no token in row", "0")),
-    ({"attention_mask": PADS_ONLY}, ValueError, ("no token in row", "0")),
-    ({"attention_mask": torch.ones(1, 9)}, ValueError, ("`attention_mask`", "(1, 4)", "(1, 9)")),
-    ({"input_ids": with_id(140)}, ValueError, ("input_ids", "140", "128 tokens")),
     ({"context_input_ids": CONTEXT}, ValueError, ("`context_input_ids` or `memory`",)),
-    ({"memory": None, "ratio": 999}, ValueError, ("`ratio`", "`context_input_ids`", "leave it out")),
     ({"ratio": 8}, ValueError, ("`ratio`", "`context_input_ids`", "`memory.at_ratio(ratio)`")),
-    ({"context_attention_mask": torch.ones_like(CONTEXT)}, ValueError, ("`context_attention_mask`",)),
     ({"memory": "document.safetensors"}, TypeError, ("CompressedContext", "str")),
     ({"input_ids": TEXT.expand(3, -1), "rows": 2}, ValueError, ("2 rows", "3")),
 ]
@@ -75,11 +65,8 @@ def test_misspelt_arguments_and_missing_questions_are_refused(model):
     memory = model.compress(CONTEXT)
     with raises(TypeError, "memry", "did you mean"):
         model(TEXT, memry=memory)
-    for given in ({}, {"inputs_embeds": torch.zeros(1, 4, 32)}):
-        with raises(ValueError, "`input_ids`", "BOS"):
-            model.generate(memory=memory, max_new_tokens=2, **given)
-    with raises(ValueError, "`input_ids`"):
-        model(memory=memory)
+    with raises(ValueError, "`input_ids`", "BOS"):
+        model.generate(memory=memory, max_new_tokens=2)
 
 
 def test_an_untrained_ratio_can_be_allowed_and_masks_and_ids_have_any_type(model):
@@ -133,22 +120,14 @@ def test_memories_beyond_the_decoders_positions_are_read_with_a_warning(form_cas
 
 
 @torch.no_grad()
-def test_a_cache_with_a_memory_goes_with_it_row_by_row(form_case):
+def test_a_cache_with_a_memory_goes_with_it(form_case):
     model, text = form_case.model, TEXT
     memory = model.compress(CONTEXT, ratio=2)
-    offset = model.model.text_position_offset(memory, text, None)
-    more = {"cache": model(text, memory=memory, use_cache=True)[CACHE], "text_position_offset": offset}
+    cache = model(text, memory=memory, use_cache=True)[CACHE]
     with pytest.raises(ValueError, match=r"`cache` holds the \d+ slots of a memory: give the memory, too"):
-        model(text[:, :1], cache=more["cache"])
+        model(text[:, :1], cache=cache)
     with raises(ValueError, "`text_position_offset`"):
-        model(text[:, :1], memory=memory, cache=more["cache"])
-    with raises(ValueError, "(1, 5)", "(1, 1)"):
-        model(text[:, :1], attention_mask=torch.ones(1, 1), memory=memory, **more)
-    assert model(text[:, :1], memory=memory, **more).logits.shape[1] == 1
-    both = model(text.repeat(2, 1), memory=memory, use_cache=True)[CACHE]
-    more = {"cache": both, "text_position_offset": offset.repeat(2)}
-    with pytest.raises(ValueError, match="`memory` has 1 rows, `input_ids` has 2: behind a cache give a row for each"):
-        model(text[:, :1].repeat(2, 1), memory=memory, **more)
+        model(text[:, :1], memory=memory, cache=cache)
     with pytest.raises(ValueError, match="`assistant_model` drafts without the memory"):
         model.generate(text, memory=memory, assistant_model=model)
 
@@ -188,8 +167,3 @@ def test_an_unnamed_memory_is_read_by_the_model_that_made_it_alone(form_case):
 def test_parts_that_no_model_has_are_refused(form_case, fields, parts):
     with raises(ValueError, *parts):
         form_case.build(**fields)
-
-
-def test_tensor_parallelism_is_refused(form_case):
-    with raises(ValueError, "tensor parallelism", "tp_plan='auto'", "device_map"):
-        type(form_case.model).from_pretrained("nowhere", tp_plan="auto")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compressors on a pretrained base."""
 
-import copy
 import os
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from context_compressors import SnapKVForCausalLM, from_base
-from context_compressors.training.losses import logits_function
 
 
 @pytest.fixture
@@ -79,11 +77,6 @@ def test_an_encoder_of_its_own_starts_as_a_copy(form_case, base_folder, tiny_bas
     assert encoder.embed_tokens.weight.data_ptr() != decoder.embed_tokens.weight.data_ptr()
 
 
-def test_an_unknown_field_is_refused_with_the_nearest(form_case, tmp_path):
-    with pytest.raises(ValueError, match=r"chunksize.*did you mean 'chunk_size'"):
-        form_case.method.causal_lm_class.from_base(tmp_path, chunksize=4)
-
-
 def test_a_local_bases_folder_does_not_stand_in_the_checkpoint(method_cases, base_folder, tmp_path):
     method, folder = method_cases["mean_pooling"].method, base_folder()
     for base in (folder, os.path.relpath(folder)):
@@ -96,10 +89,7 @@ def test_a_local_bases_folder_does_not_stand_in_the_checkpoint(method_cases, bas
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pattern", "tied"),
-    [(r"language_model\.", False), ("embed_tokens|lm_head", True)],
-)
+@pytest.mark.parametrize(("pattern", "tied"), [(r"language_model\.", False), ("embed_tokens|lm_head", True)])
 def test_any_part_of_a_bfloat16_base_may_train(form_case, tiny_base_config, tmp_path, pattern, tied):
     method, text = form_case.method, torch.arange(5, 17)[None]
     base = AutoModelForCausalLM.from_config(tiny_base_config(tie_word_embeddings=tied), dtype=torch.bfloat16)
@@ -107,15 +97,8 @@ def test_any_part_of_a_bfloat16_base_may_train(form_case, tiny_base_config, tmp_
     started = method.causal_lm_class.from_base(tmp_path / "base", **method.easy, trainable_parameters=[pattern])
     started.save_pretrained(tmp_path / "compressor")
     loaded = method.causal_lm_class.from_pretrained(tmp_path / "compressor", dtype=torch.bfloat16)
-    reference = copy.deepcopy(started).float()
-    memory = reference.compress(text)
-    expected = reference(text, memory=memory).logits.detach()
     for model in (started, loaded):
         assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-        outputs = model(text, context_input_ids=text, labels=text)
-        assert (outputs.logits - expected).norm() < 0.3 * expected.norm()
-        outputs.loss.backward()
+        model(text, context_input_ids=text, labels=text).loss.backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
-        head = logits_function(model)
-        assert head(model.model(text, context_input_ids=text).last_hidden_state).dtype == torch.float32
         assert model.generate(text, context_input_ids=text, max_new_tokens=2, min_new_tokens=2).shape == (1, 14)

@@ -12,21 +12,6 @@ NEW_TOKENS = 6
 GREEDY = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
 
 
-def test_hidden_states_and_attentions_as_asked_by_call_or_configuration(form_case, inputs):
-    model = form_case.on(attention="eager").build()
-    every = model(**inputs, output_hidden_states=True, output_attentions=True)
-    some = model(**inputs, output_hidden_states=[0, 2]).hidden_states
-    assert [None if states is None else True for states in some] == [True, None, True]
-    assert all(some[layer].equal(every.hidden_states[layer]) for layer in (0, 2))
-    assert model(**inputs).hidden_states is model(**inputs).attentions is None
-    model.config.output_hidden_states = model.config.output_attentions = True
-    found = model(**inputs)
-    for field in ("hidden_states", "attentions"):
-        assert len(found[field]) == len(every[field])
-        assert all(one.equal(other) for one, other in zip(found[field], every[field], strict=True))
-    assert model(**inputs, output_hidden_states=False).hidden_states is None
-
-
 @pytest.fixture
 def texts(random_rows, pad_rows):
     """Three contexts, one of them empty, and three questions, padded on the left."""
@@ -111,26 +96,6 @@ def test_a_streamer_sees_question_and_new_tokens(form_case, random_rows):
     generated = model.generate(question, memory=memory, streamer=recorder, **GREEDY)
     assert recorder.ids == generated[0].tolist()
     assert recorder.ended
-
-
-def test_the_context_is_compressed_once(form_case, texts, monkeypatch):
-    model, calls = form_case.model, []
-    encode = model.model.encode
-    monkeypatch.setattr(model.model, "encode", lambda *args: calls.append(1) or encode(*args))
-    model.generate(**texts, **GREEDY)
-    assert len(calls) == 1
-
-
-def test_a_memory_of_another_float_type_is_read(form_case, random_rows):
-    model, question = form_case.model, random_rows([4])[0][None]
-    memory, other = (model.compress(random_rows([9], seed=seed)[0][None]) for seed in (1, 2))
-    expected = model(question, memory=memory).logits
-    # Rounding moves them less than another context does.
-    most = (model(question, memory=other).logits - expected).norm() / 4
-    for dtype in (torch.bfloat16, torch.float16):
-        logits = model(question, memory=memory.to(dtype=dtype)).logits
-        assert logits.dtype == torch.float32
-        assert (logits - expected).norm() < most, dtype
 
 
 @torch.no_grad()

@@ -6,14 +6,11 @@ import copy
 import pytest
 import torch
 from tiny_bases import ids_of
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional
-from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoModelForCausalLM
 
 from context_compressors.configuration.configuration_gmsa import GMSAConfig
-from context_compressors.configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
-from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM, GMSAModel
-from context_compressors.modeling.modeling_tcp_autoencoder import TCPAutoencoderModel
+from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 from context_compressors.modeling.parts.pooling import mean_pool
 from context_compressors.training.loading import changed_config
 
@@ -134,52 +131,6 @@ def test_tcp_slots_equal_a_naive_twins_values_and_gradients(method_cases):
         torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
 
 
-# --- two models ---
-
-
-def word_tokenizer(words, folder):
-    vocabulary = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_an_encoder_of_another_family_brings_its_tokens_and_tokenizer(tiny_base_config, tmp_path):
-    decoder, encoder, words = tmp_path / "decoder", tmp_path / "encoder", [f"w{index}" for index in range(124)]
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(tiny_base_config()).save_pretrained(decoder)
-    # transformers would make a Qwen2 tokenizer of any that stands beside a Qwen2.
-    source = AutoModelForCausalLM.from_config(tiny_base_config("mistral", hidden_size=48, vocab_size=160))
-    source.save_pretrained(encoder)
-    word_tokenizer(words, decoder)
-    word_tokenizer([*reversed(words), *(f"more{index}" for index in range(32))], encoder)
-    model = GMSAForCausalLM.from_base(decoder, encoder=encoder, encoder_layers=1, compression_ratios=3)
-    for name, parameter in plain_backbone(model.model.encoder_model).named_parameters():
-        assert parameter.equal(source.model.get_parameter(name)), name
-    # Contexts are in the encoder's tokens, texts in the decoder's.
-    context = model.encoder_tokenizer("w3 more1 w5", return_tensors="pt").input_ids
-    assert context.max() >= 128
-    assert model.compress(context).embeddings.shape == (1, 1, 32)
-    with pytest.raises(ValueError, match=r"161.*160 tokens"):
-        model.compress(torch.tensor([[161]]))
-    with pytest.raises(ValueError, match=r"130.*128 tokens"):
-        model(torch.tensor([[130]]))
-    model.save_pretrained(tmp_path / "saved")
-    loaded = GMSAForCausalLM.from_pretrained(tmp_path / "saved")
-    found, expected = (one(TEXT, context_input_ids=context).logits for one in (loaded, model))
-    torch.testing.assert_close(found, expected)
-    assert loaded.config.encoder_name_or_path == "encoder"
-    assert loaded.encoder_tokenizer("w3 more1 w5").input_ids == context[0].tolist()
-    assert GMSAForCausalLM.from_base(decoder, encoder=decoder, encoder_layers=1).encoder_tokenizer is None
-    for path in (tmp_path / "saved" / "encoder_tokenizer").iterdir():
-        path.unlink()
-    with pytest.raises(ValueError, match="no tokenizer in 'encoder_tokenizer'"):
-        GMSAForCausalLM.from_pretrained(tmp_path / "saved")
-
-
 # --- the two stages ---
 
 
@@ -202,17 +153,6 @@ def test_the_second_stage_trains_query_key_and_value_maps_of_every_decoder_layer
     assert trainable(model) == {f"{prefix}.{n}.self_attn.{part}_proj.weight" for n in range(2) for part in "qkv"}
 
 
-def test_second_stage_needs_maps_of_known_names():
-    base = GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4)
-    fields = {"decoder_config": base, "encoder_layers": 1, "encoder_lora": None, "training_stage": "keft"}
-    with pytest.raises(ValueError, match=r"'gpt2' has none of the known names.*trainable_parameters"):
-        TCPAutoencoderModel(TCPAutoencoderConfig(**fields))
-    model = TCPAutoencoderModel(TCPAutoencoderConfig(**fields, trainable_parameters=[r"language_model.*c_attn"]))
-    assert len(trainable(model)) == 4
-    with pytest.raises(ValueError, match=r"'gpt2' has no \['embed_tokens', 'layers', 'norm'\]"):
-        GMSAModel(GMSAConfig(decoder_config=base, encoder_layers=1, encoder_lora=None))
-
-
 @pytest.mark.slow
 def test_a_first_stage_checkpoint_starts_the_second(method_cases, tmp_path):
     first = method_cases["gmsa"].build()
@@ -224,29 +164,3 @@ def test_a_first_stage_checkpoint_starts_the_second(method_cases, tmp_path):
     assert {name.rsplit(".", 2)[-2] for name in trainable(second)} == {"q_proj", "k_proj", "v_proj"}
     inputs = {"input_ids": TEXT, "context_input_ids": ids_of(9)}
     assert second(**inputs).logits.equal(first(**inputs).logits)
-
-
-# --- configurations ---
-
-
-@pytest.mark.parametrize("config_class", [GMSAConfig, TCPAutoencoderConfig])
-def test_the_papers_settings_are_the_defaults(config_class):
-    config = config_class()
-    assert config.compression_ratios == (4, 8)
-    assert (config.encoder_layers, config.encoder_config.num_hidden_layers) == (8, 8)
-    lora = {"rank": 128, "alpha": 32.0, "dropout": 0.05, "target_modules": "all-linear"}
-    assert (config.encoder_lora, config.decoder_lora) == (lora, None)
-    assert (config.training_stage, config.task_token_ids) == ("autoencoding", {})
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "allowed"),
-    [
-        ("encoder_layers", 33, "from 1 to 32"),
-        ("lsa_layers", 33, "from 0 to 32"),
-        ("training_stage", "second", "'autoencoding', 'keft'"),
-    ],
-)
-def test_wrong_values_are_named(field, value, allowed):
-    with pytest.raises(ValueError, match=f"`{field}`.*{allowed}.*got {value!r}"):
-        GMSAConfig(**{field: value})

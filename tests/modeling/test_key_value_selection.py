@@ -5,21 +5,20 @@ import inspect
 from functools import partial
 
 import pytest
-import test_device_waits
 import test_generation
 import test_model_names
 import test_padding
 import test_positions_and_chunks
 import test_saving
 import torch
+from decal_models import build as build_decal
 from test_chat_prompts import DOCUMENT, ONE_TURN, TEMPLATE, WITH_SYSTEM, templated
+from test_generation import texts  # noqa: F401
 from tiny_bases import FAR_APART, ids_of
-from tiny_models import TRAINING_FREE, TRAINING_FREE_CASES, Case
+from tiny_models import TRAINING_FREE, TRAINING_FREE_CASES, Case, plain_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from context_compressors import CompressedContext, SnapKVForCausalLM, StreamingLLMForCausalLM
-from context_compressors.training.fields import ModelArguments
-from context_compressors.training.loading import load_compressor
 
 STREAMING_LLM, SNAP_KV = map(Case, TRAINING_FREE[:2])
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -101,26 +100,6 @@ def test_snap_kv_keeps_what_kvpress_keeps(kvpress_base):
     assert places(memory, whole) == SNAP_KV_PRESS_BY_QUESTION
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("pooling", ["average", "max"])
-def test_snap_kv_pools_votes_of_neighbours(kvpress_base, pooling):
-    model = SnapKVForCausalLM.from_base(kvpress_base, window_size=4, kernel_size=3, pooling=pooling)
-    attention = torch.rand(1, 4, 4, 20)
-    is_window = torch.arange(20)[None] >= 16
-    found = model.model._votes(attention, is_window, ~is_window)[0]
-    votes = torch.nn.functional.pad(attention[0].mean(dim=1) * ~is_window, (1, 1))
-    windows = torch.stack([votes[:, shift : shift + 20] for shift in range(3)])
-    pooled = windows.mean(dim=0) if pooling == "average" else windows.amax(dim=0)
-    torch.testing.assert_close(found, pooled.unflatten(0, (2, 2)).mean(dim=1))
-
-
-def test_a_context_may_fill_the_bases_positions(kvpress_base):
-    model = SnapKVForCausalLM.from_base(kvpress_base)
-    assert int(model.compress(kvpress_ids(512), ratio=8).num_slots) == 64
-    with pytest.raises(ValueError, match=r"needs 513 positions, the encoder has 512 .*: cut the context"):
-        model.compress(kvpress_ids(513), ratio=8)
-
-
 def test_streaming_llm_keeps_what_kvpress_keeps_and_rotates_it_as_kvpress_does(kvpress_base):
     model = StreamingLLMForCausalLM.from_base(kvpress_base, position_layout="enhanced")
     for (length, ratio), expected in STREAMING_LLM_PRESS.items():
@@ -145,8 +124,7 @@ def naive_snap_kv(model, ids, ratio, question=None):
     """By layer and head the places that stay, in plain loops over the attention of one whole reading."""
     config, length = model.config, len(ids)
     row = ids if question is None else torch.cat([ids, question])
-    plain = AutoModelForCausalLM.from_config(config.decoder_config, attn_implementation="eager").eval()
-    plain.model.load_state_dict(model.model.language_model.state_dict())
+    plain = plain_model(model, "eager")
     attentions = plain(row[None], output_attentions=True).attentions
     num_slots = -(-length // ratio)
     if question is not None:
@@ -162,7 +140,8 @@ def naive_snap_kv(model, ids, ratio, question=None):
             prefix = length - num_forced
             votes = group[:, -window:, :prefix].sum(dim=(0, 1)).tolist()
             reach = config.kernel_size // 2
-            pooled = [sum(votes[max(0, place - reach) : place + reach + 1]) for place in range(prefix)]
+            pool = sum if config.pooling == "average" else max
+            pooled = [pool(votes[max(0, place - reach) : place + reach + 1]) for place in range(prefix)]
             best = sorted(range(prefix), key=lambda place: -pooled[place])[: num_slots - num_forced]
             kept[-1].append([*sorted(best), *range(prefix, length)])
     return kept
@@ -175,7 +154,8 @@ def test_snap_kv_is_a_loop_over_layers_heads_and_places(random_rows, pad_rows):
     for architecture, attention in FAR_APART:
         for placement in ("decoder", "encoder"):
             case = SNAP_KV.on(architecture=architecture, attention=attention)
-            model = case.build(question_placement=placement, window_size=5)
+            pooling = "average" if architecture == "llama" else "max"
+            model = case.build(question_placement=placement, window_size=5, pooling=pooling)
             by_question = placement == "encoder"
             ids, mask = pad_rows(rows, "left")
             given = {}
@@ -196,40 +176,15 @@ def test_snap_kv_is_a_loop_over_layers_heads_and_places(random_rows, pad_rows):
 @torch.no_grad()
 def test_at_ratio_1_the_memory_is_the_whole_context():
     for case in TRAINING_FREE_CASES:
-        model, ids, text = case.build(), ids_of(13), ids_of(5, seed=1)
-        plain = AutoModelForCausalLM.from_config(
-            model.config.decoder_config, attn_implementation=case.attention
-        ).eval()
-        plain.load_state_dict(
-            {
-                name.removeprefix("model.").replace("language_model", "model"): tensor
-                for name, tensor in model.state_dict().items()
-            }
-        )
+        model, ids, text = case.model, ids_of(13), ids_of(5, seed=1)
+        plain = plain_model(model)
         memory, row = model.compress(ids, ratio=1), torch.cat([ids, text], dim=1)
         torch.testing.assert_close(model(text, memory=memory).logits, plain(row).logits[:, 13:], atol=1e-5, rtol=1e-4)
         answer = model.generate(text, memory=memory, **GREEDY)
         assert answer[0, 5:].tolist() == plain.generate(row, **GREEDY)[0, 18:].tolist(), case
 
 
-@torch.no_grad()
-def test_text_goes_on_behind_the_context_or_behind_the_memory():
-    for case in TRAINING_FREE_CASES:
-        model, text = case.model, ids_of(3, seed=1)
-        memory = model.compress(torch.cat([ids_of(9), ids_of(9)]), torch.tensor([[1] * 9, [0] * 4 + [1] * 5]), ratio=2)
-        offsets = model.model.text_position_offset(memory, text.expand(2, -1), None).tolist()
-        assert offsets == ([9, 5] if model.config.position_layout == "enhanced" else [5, 3])
-
-
 # --- the shared tests ---
-
-
-@pytest.fixture
-def texts(random_rows, pad_rows):
-    context_ids, context_mask = pad_rows(random_rows([11, 0, 6]))
-    input_ids, attention_mask = pad_rows(random_rows([5, 3, 4], seed=1), "left")
-    context = {"context_input_ids": context_ids, "context_attention_mask": context_mask}
-    return {"input_ids": input_ids, "attention_mask": attention_mask, **context}
 
 
 SHARED = {
@@ -264,11 +219,6 @@ def test_the_shared_tests_hold(group, request, monkeypatch):
             monkeypatch.undo()
 
 
-def test_a_forward_pass_waits_for_the_device_no_more_than_those_of_other_methods():
-    for case in (STREAMING_LLM, SNAP_KV):
-        test_device_waits.test_a_forward_pass_waits_once_more_than_its_language_models_alone(case)
-
-
 # --- checkpoints without weights ---
 
 
@@ -276,48 +226,23 @@ def test_a_forward_pass_waits_for_the_device_no_more_than_those_of_other_methods
 @torch.no_grad()
 def test_a_checkpoint_names_its_base_and_holds_no_weights(inputs, tmp_path, local_hub, start_light):
     for number, case in enumerate((STREAMING_LLM, SNAP_KV)):
-        model = start_light(case, local_hub)
+        model, folder = start_light(case, local_hub), tmp_path / str(number)
         assert not any(parameter.requires_grad for parameter in model.parameters())
-        folder = tmp_path / str(number)
         model.save_pretrained(folder)
         assert not list(folder.glob("*.safetensors"))
-        loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
         assert loaded(**inputs).logits.equal(model(**inputs).logits)
         assert loaded.model_id == model.model_id
-        model.compress(inputs["context_input_ids"]).save(folder / "memory.safetensors")
-        memory = CompressedContext.load(folder / "memory.safetensors", model_id=loaded.model_id)
-        assert loaded(inputs["input_ids"], memory=memory).logits.equal(model(**inputs).logits)
-        loaded.save_pretrained(folder / "again")
-        assert case.method.causal_lm_class.from_pretrained(folder / "again")(**inputs).logits.equal(
-            model(**inputs).logits
-        )
-
-
-def test_training_and_settings_that_mean_nothing_are_refused_by_name():
-    for name, kind in (("streaming_llm", "StreamingLLMForCausalLM"), ("snap_kv", "SnapKVForCausalLM")):
-        arguments = ModelArguments(method=name, base="org/base")
-        with pytest.raises(
-            ValueError, match=rf"the method {name} trains nothing: {kind}.from_base\(base\) is the whole"
-        ):
-            load_compressor(arguments)
-    for fields, message in (
-        ({"encoder_lora": {"rank": 4}}, "`encoder_lora` must be left out"),
-        ({"chunk_size": 6}, "`chunk_size` must be left out.*got 6"),
-        ({"kernel_size": 4}, "`kernel_size` must be odd.*got 4"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            SNAP_KV.config(**fields)
 
 
 # --- questions ---
 
 
-def test_a_memory_made_with_a_question_answers_no_other_one(tmp_path, random_rows, pad_rows):
-    model, plain = SNAP_KV.build(question_placement="encoder"), SNAP_KV.model
-    (ids, mask), (question, question_mask) = (
-        pad_rows(random_rows([13, 7])),
-        pad_rows(random_rows([5, 3], seed=1), "left"),
-    )
+@pytest.mark.parametrize("build", [SNAP_KV.build, build_decal], ids=["snap_kv", "decal"])
+def test_a_memory_made_with_a_question_answers_no_other_one(build, tmp_path, random_rows, pad_rows):
+    model = build(question_placement="encoder")
+    ids, mask = pad_rows(random_rows([13, 7]))
+    question, question_mask = pad_rows(random_rows([5, 3], seed=1), "left")
     asked = {"question_input_ids": question, "question_attention_mask": question_mask}
     memory = model.compress(ids, mask, **asked)
     expected = model.generate(question, attention_mask=question_mask, memory=memory, **GREEDY)
@@ -331,23 +256,14 @@ def test_a_memory_made_with_a_question_answers_no_other_one(tmp_path, random_row
     )
     for read in (model, partial(model.generate, **GREEDY)):
         with pytest.raises(ValueError, match="row 0 of `memory` was compressed with another question"):
-            read(question.flip(0), attention_mask=question_mask.flip(0), memory=memory)
-    # Behind the question its answer may stand; a question that is read in pieces is checked whole.
-    logits = model(expected, attention_mask=(expected > 0).long(), memory=memory).logits
-    assert logits[:, -2].argmax(dim=1).equal(expected[:, -1])
-    first = random_rows([5], seed=1)[0][None]
-    written = model.generate(first, memory=memory.rows(0), prefill_chunk_size=2, **GREEDY)
-    assert written[:, -5:].equal(expected[:1, -5:])
-    with pytest.raises(ValueError, match=r"`question_placement='encoder'`.*`compress\(..., question_input_ids=...\)`"):
-        model.compress(ids, mask)
-    with pytest.raises(ValueError, match="was made by the model"):
-        plain(question, memory=memory)
-    with pytest.raises(ValueError, match=r"`question_input_ids` need `question_placement='encoder'`.*'decoder'"):
-        plain.compress(ids, mask, **asked)
-    with pytest.raises(ValueError, match="`memory` has 2 rows, `input_ids` has 3"):
-        model.generate(question[[0, 1, 1]], memory=memory)
-    with pytest.raises(ValueError, match="`question_input_ids` has 2 rows, `input_ids` has 1"):
-        model.compress(ids[:1], **asked)
+            read(input_ids=question.flip(0), attention_mask=question_mask.flip(0), memory=memory)
+    if not model.config.is_encoder_decoder:
+        # A question that is read in pieces is checked whole.
+        first = random_rows([5], seed=1)[0][None]
+        written = model.generate(first, memory=memory.rows(0), prefill_chunk_size=2, **GREEDY)
+        assert written[:, -5:].equal(expected[:1, -5:])
+    with pytest.raises(ValueError, match="question_input_ids"):
+        model.generate(question, memory=build().compress(ids, mask), **GREEDY)
 
 
 @pytest.mark.slow

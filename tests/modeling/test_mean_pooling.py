@@ -6,16 +6,10 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.modeling.parts.pooling import mean_pool
 
 IDS = torch.arange(5, 16)[None]
-
-
-@pytest.fixture
-def mean_pooling(method_cases):
-    return method_cases["mean_pooling"]
 
 
 def windows(states, ratio):
@@ -62,15 +56,6 @@ def test_the_papers_ablations_are_configuration_values(mean_pooling):
     assert parts(encoder_lora=None) == {"decoder", "linear"}
     assert parts(encoder_type="embeddings", encoder_lora=None) == {"decoder", "linear"}
     assert parts(linear_after_pooling=False) == {"encoder", "decoder"}
-
-
-def test_the_papers_adapters_are_the_default():
-    """Table 6."""
-    config = MeanPoolingConfig()
-    expected = {"rank": 16, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear"}
-    assert config.encoder_lora == config.decoder_lora == expected
-    assert config.compression_ratios == (4, 8, 16, 32, 64, 128)
-    assert MeanPoolingConfig(encoder_type="embeddings").encoder_lora is None
 
 
 # --- pooling ---
@@ -122,13 +107,6 @@ def assert_like_the_loop(hidden_states, attention_mask, ratio):
 def test_equals_the_naive_loop_for_all_lengths(ratio, padding):
     attention_mask = padding_mask(padding, range(41), 40)
     assert_like_the_loop(torch.randn(41, 40, 3, dtype=torch.float64), attention_mask, ratio)
-
-
-def test_slot_counts_of_the_papers_ratios():
-    ratios = [4, 8, 16, 32, 64, 128]
-    for num_tokens, expected in ((1000, [250, 125, 63, 32, 16, 8]), (375, [94, 47, 24, 12, 6, 3]), (1, [1] * 6)):
-        states, mask = torch.ones(1, num_tokens, 1), torch.ones(1, num_tokens, dtype=torch.long)
-        assert [mean_pool(states, mask, ratio)[0].shape[1] for ratio in ratios] == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

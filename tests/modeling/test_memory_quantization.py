@@ -13,7 +13,6 @@ from random_memories import assert_same, make_memory
 
 from context_compressors.modeling.memory.carriers import carrier_tensors
 from context_compressors.modeling.memory.compressed_context import CompressedContext
-from context_compressors.modeling.memory.memory_quantization import dequantize_tensor, quantize_tensor
 
 FORMS = {"int8": (8, 8), "int4": (4, 4), "int2": (4, 2)}
 CARRIERS = ("embeddings", "key_values")
@@ -48,54 +47,30 @@ def naive(values, bits, size=8):
 
 
 @pytest.mark.slow
-def test_values_and_bytes_are_those_of_a_naive_twin():
-    for carrier, form in product(CARRIERS, FORMS):
-        check_values(carrier, form)
-
-
-def check_values(carrier, form):
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_values_and_bytes_are_those_of_a_naive_twin(carrier, form):
     memory = wide_memory(carrier)
-    # What stands at pads counts for nothing.
-    pads = (memory.attention_mask == 0)[:, :, None] if carrier == "embeddings" else None
-    if pads is not None:
-        memory.embeddings.masked_fill_(pads, 1e30)
-    found = memory.quantize(form)
+    if carrier == "embeddings":
+        # What stands at pads counts for nothing.
+        memory.embeddings.masked_fill_((memory.attention_mask == 0)[:, :, None], 1e30)
+    found, num_bytes = memory.quantize(form), 0
     assert (found.quantization, memory.quantization, found.model_id) == (form, None, memory.model_id)
-    num_bytes = 0
-    for place, (tensor, got) in enumerate(
-        zip(carrier_tensors(memory), carrier_tensors(found.dequantize()), strict=True)
-    ):
+    tensors = zip(carrier_tensors(memory), carrier_tensors(found.dequantize()), strict=True)
+    for place, pair in enumerate(tensors):
         bits = FORMS[form][carrier == "embeddings" or place % 2]
-        heads = [tensor[:, head] for head in range(tensor.shape[1])] if tensor.dim() == 4 else [tensor]
-        for head, states in enumerate(heads):
-            others = got[:, head] if tensor.dim() == 4 else got
-            for row, count in enumerate(memory.num_slots.tolist()):
-                assert not others[row, count:].any()
-                for vector, other in zip(states[row, :count], others[row, :count], strict=True):
-                    expected = torch.tensor(naive(vector.tolist(), bits))
-                    torch.testing.assert_close(other, expected, rtol=1e-3, atol=1e-3 * float(vector.abs().max()))
-                    num_bytes += len(vector) * bits // 8 + 2 * (len(vector) // 8)
+        # Rows of vectors, those of a head behind those of the one before it.
+        states, others = (tensor if tensor.dim() == 3 else tensor.transpose(0, 1).flatten(0, 1) for tensor in pair)
+        for row, vectors in enumerate(states):
+            count = int(memory.num_slots[row % 3])
+            assert not others[row, count:].any()
+            for vector, other in zip(vectors[:count], others[row, :count], strict=True):
+                expected = torch.tensor(naive(vector.tolist(), bits))
+                torch.testing.assert_close(other, expected, rtol=1e-3, atol=1e-3 * float(vector.abs().max()))
+                num_bytes += len(vector) * bits // 8 + 2 * (len(vector) // 8)
     assert found.nbytes == num_bytes
     for row in range(3):
         assert_same(found.rows(row), memory.rows(row).quantize(form))
-    assert_same(found.dequantize(torch.bfloat16), found.dequantize().to(torch.bfloat16))
-
-
-def test_a_large_channel_costs_the_others_nothing_and_products_are_right_on_average():
-    generator = torch.Generator().manual_seed(0)
-    states = torch.randn(1, 4000, 64, generator=generator)
-    large = states.clone()
-    large[..., 5] += 10
-    mask, query = torch.ones(1, 4000), torch.randn(64, generator=generator)
-    for bits, expected in ((8, 0.01), (4, 0.11), (2, 0.36)):
-        found = dequantize_tensor(*quantize_tensor(states, mask, bits))
-        assert float((found - states).norm() / states.norm()) < expected
-        shrinkage = float((found * states).sum() / states.square().sum())
-        assert shrinkage == pytest.approx(1, abs=1e-3)
-        errors = (found - states)[0] @ query
-        assert abs(float(errors.mean())) < 4 * float(errors.std()) / 4000**0.5
-        found = dequantize_tensor(*quantize_tensor(large, mask, bits))
-        assert float((found - large).norm() / large.norm()) < expected
 
 
 def test_it_is_saved_moved_cut_repeated_and_copied_as_any_other(tmp_path):
@@ -160,10 +135,6 @@ def test_what_cannot_be_rounded_is_refused():
         memory.quantize("int3")
     with pytest.raises(ValueError, match=r"is in int8: call `dequantize\(\)` first"):
         memory.quantize("int8").quantize("int4")
-    with pytest.raises(ValueError, match="4 bits keep 2 values in each integer, which 5 values do not fill"):
-        replace(memory, embeddings=memory.embeddings[..., :5]).quantize("int4")
-    with pytest.raises(ValueError, match=r"holds values up to 1e\+08, too large for scales, which end at 65,504"):
-        replace(memory, embeddings=torch.full_like(memory.embeddings, 1e8)).quantize("int8")
     # Too small for float16, and zeros.
     tiny = replace(memory, embeddings=torch.full_like(memory.embeddings, 1e-8)).quantize("int4")
     assert not tiny.dequantize().embeddings.any()

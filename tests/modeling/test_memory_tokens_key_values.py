@@ -19,11 +19,6 @@ from context_compressors import CompressedContext, SnapKVConfig, SnapKVForCausal
 from context_compressors.modeling.parts.cache_name import CACHE
 
 
-@pytest.fixture
-def five_hundred_x(method_cases):
-    return method_cases["five_hundred_x"]
-
-
 # VoCo's text stands elsewhere, and is read with its adapter: test_voco.py. Heads that keep unlike numbers of pairs:
 # test_kv_zip.py.
 @pytest.mark.only(
@@ -78,25 +73,33 @@ def on_base(case, base, position_layout):
 
 
 @pytest.mark.parametrize(
-    ("base", "turns"),
+    ("base", "moves"),
     [
         (lambda **fields: SmolLM3Config(**fields, no_rope_layers=[1, 0]), False),
         (lambda **fields: SmolLM3Config(**fields, no_rope_layers=[1, 1]), True),
         (lambda **fields: Exaone4Config(**fields, layer_types=["sliding_attention", "full_attention"]), False),
-        (lambda **fields: Exaone4Config(**fields, sliding_window=None, layer_types=["full_attention"] * 2), True),
         # The first turns a half the other way, the second norms keys behind the rotation.
         (NanoChatConfig, False),
         (lambda **fields: HunYuanDenseV1Config(**fields, head_dim=8), False),
+        # A quarter of each head, and neighbouring channels.
+        (StableLmConfig, False),
+        (CohereConfig, False),
     ],
-    ids=["smollm3", "smollm3_all", "exaone4", "exaone4_all", "nanochat", "hunyuan"],
+    ids=["smollm3", "smollm3_all", "exaone4", "nanochat", "hunyuan", "stablelm", "cohere"],
 )
-def test_keys_that_are_not_turned_or_otherwise_are_not_moved(five_hundred_x, base, turns):
-    model = on_base(five_hundred_x, base, "uniform")
+def test_keys_are_moved_where_the_base_turns_them_as_llama_does(five_hundred_x, base, moves, tmp_path):
+    model, text = on_base(five_hundred_x, base, "enhanced"), ids_of(4, seed=1)
     memory = model.compress(ids_of(9), ratio=2)
-    assert (memory.inverse_frequencies is not None) == turns
-    if not turns:
+    assert (memory.inverse_frequencies is not None) == moves
+    memory.save(tmp_path / "memory.safetensors")
+    loaded = CompressedContext.load(tmp_path / "memory.safetensors", model_id=model.model_id)
+    assert model(text, memory=loaded).logits.equal(model(text, memory=memory).logits)
+    if not moves:
         with pytest.raises(ValueError, match="needs inverse_frequencies in each memory"):
             CompressedContext.concatenate([memory, memory])
+        snap_kv = SnapKVConfig(decoder_config=model.config.decoder_config, position_layout="default")
+        with pytest.raises(ValueError, match="does not tell how: take 'enhanced'"):
+            SnapKVForCausalLM(snap_kv).eval().compress(ids_of(9), ratio=2)
 
 
 @pytest.mark.parametrize(
@@ -106,20 +109,3 @@ def test_a_base_whose_layers_are_elsewhere_is_refused_by_its_name(method_cases, 
     fields = {"ffn_dim": 48, "word_embed_proj_dim": 32}
     with pytest.raises(ValueError, match=message):
         on_base(method_cases[name], lambda **own: OPTConfig(**own, **fields), "enhanced")
-
-
-@pytest.mark.parametrize("base", [StableLmConfig, CohereConfig])
-def test_bases_that_rotate_a_part_of_a_head_or_neighbouring_channels_move_no_keys(five_hundred_x, base, tmp_path):
-    """StableLM rotates a quarter of each head; Cohere's pairs are neighbours, and not a channel of each half."""
-    model = on_base(five_hundred_x, base, "enhanced")
-    config = model.config.decoder_config
-    memory, text = model.compress(ids_of(9), ratio=2), ids_of(4, seed=1)
-    memory.save(tmp_path / "memory.safetensors")
-    loaded = CompressedContext.load(tmp_path / "memory.safetensors", model_id=model.model_id)
-    assert model(text, memory=loaded).logits.equal(model(text, memory=memory).logits)
-    assert model(text, memory=memory.quantize("int8")).logits.isfinite().all()
-    with pytest.raises(ValueError, match="needs inverse_frequencies in each memory"):
-        CompressedContext.concatenate([memory, memory])
-    snap_kv = SnapKVForCausalLM(SnapKVConfig(decoder_config=config, position_layout="default"))
-    with pytest.raises(ValueError, match=f"type '{config.model_type}' does not tell how: take 'enhanced'"):
-        snap_kv.eval().compress(ids_of(9), ratio=2)

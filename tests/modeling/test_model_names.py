@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checksums of weights, and the names of models, by which memories know their maker."""
 
-import copy
-
 import pytest
 import torch
 
@@ -49,21 +47,3 @@ def test_a_models_name_tells_every_setting_that_changes_slots_or_reading(form_ca
     ):
         setattr(part, field, value)
         assert model.model_id == expected, field
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("light", [True, False])
-def test_a_checkpoint_has_one_name_in_any_type(form_case, inputs, tmp_path, local_hub, start_light, light):
-    model = start_light(form_case, local_hub, dtype=torch.float32)
-    model.save_pretrained(tmp_path, include_base=not light)
-    memory = model.compress(inputs["context_input_ids"])
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
-        assert loaded.dtype == dtype
-        assert loaded.model_id == model.model_id
-    assert copy.deepcopy(loaded).model_id == model.model_id
-    assert type(loaded.model).from_pretrained(tmp_path, dtype=dtype).model_id == model.model_id
-    assert loaded(inputs["input_ids"], memory=memory).logits.isfinite().all()
-    with torch.no_grad():
-        loaded.get_input_embeddings().weight.mul_(2)
-    assert loaded.model_id != model.model_id

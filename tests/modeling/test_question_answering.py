@@ -14,7 +14,6 @@ from context_compressors import (
     ContextCompressionQAPipeline,
     add_task_tokens,
 )
-from context_compressors.modeling.compressor import context_compression_qa
 from context_compressors.modeling.parts.prompting import question_ids
 
 DOCUMENTS = ["Nora keeps eleven bees.", "Olaf owns the mill. {x}", "No."]
@@ -28,17 +27,14 @@ def pipeline_of(model, tokenizer):
     """The pipeline of a method, whose tokenizer knows its task tokens."""
     ids = model.config.task_token_ids
     assert add_task_tokens(tokenizer, tuple(ids)) == ids
-    return ContextCompressionQAPipeline(model=model, tokenizer=tokenizer, device="cpu", **LENGTH)
+    pipe = pipeline("context-compression-qa", model=model, tokenizer=tokenizer, device="cpu", **LENGTH)
+    assert type(pipe) is ContextCompressionQAPipeline
+    return pipe
 
 
 @pytest.fixture
 def pipe(form_case, tiny_tokenizer):
     return pipeline_of(form_case.model, tiny_tokenizer)
-
-
-@pytest.fixture
-def pipe_of_each_method(method_case, tiny_tokenizer):
-    return pipeline_of(method_case.model, tiny_tokenizer)
 
 
 # BOS of the tests' tokenizer starts the decoder.
@@ -78,14 +74,12 @@ def answer_by_hand(pipe, question, *documents, prompt=None, prefix="", ratio=Non
 
 
 @pytest.mark.costly
-def test_a_question_is_answered_as_by_hand(pipe_of_each_method):
-    pipe = pipe_of_each_method
-    answer = pipe(QUESTIONS[0], context=DOCUMENTS[1])
-    assert answer == answer_by_hand(pipe, QUESTIONS[0], DOCUMENTS[1])
-    assert answer["answer"]
-    assert pipe(QUESTIONS[0], context=DOCUMENTS[1], ratio=3) == answer_by_hand(
-        pipe, QUESTIONS[0], DOCUMENTS[1], ratio=3
-    )
+def test_a_question_is_answered_as_by_hand(method_case, tiny_tokenizer):
+    pipe = pipeline_of(method_case.model, tiny_tokenizer)
+    for ratio in (None, 3):
+        answer = pipe(QUESTIONS[0], context=DOCUMENTS[1], ratio=ratio)
+        assert answer == answer_by_hand(pipe, QUESTIONS[0], DOCUMENTS[1], ratio=ratio)
+        assert answer["answer"]
 
 
 def test_an_encoder_decoder_is_asked_the_same_way(tiny_tokenizer):
@@ -104,26 +98,20 @@ def test_documents_are_compressed_with_their_question_where_the_checkpoint_does_
     model = build_decal(question_placement="encoder", **DECAL)
     pipe = model.question_answering(tiny_tokenizer, **LENGTH)
 
-    def by_hand(question, document, ratio=None, max_tokens=None):
+    def by_hand(question, document, ratio=None):
         text = torch.tensor([characters(tiny_tokenizer, f"\nQuestion: {question}\nAnswer:")])
-        context = torch.tensor([[tiny_tokenizer.bos_token_id, *characters(tiny_tokenizer, document)][:max_tokens]])
+        context = torch.tensor([[tiny_tokenizer.bos_token_id, *characters(tiny_tokenizer, document)]])
         output = model.generate(text, context_input_ids=context, ratio=ratio, do_sample=False, **LENGTH)
         return {"answer": tiny_tokenizer.decode(output[0, text.shape[1] :], skip_special_tokens=True).strip()}
 
-    expected = [[by_hand(question, document) for question in QUESTIONS] for document in DOCUMENTS]
-    assert len({answer["answer"] for answers in expected for answer in answers}) > 3
-    for batch_size in (1, 4):
-        assert pipe(QUESTIONS, context=DOCUMENTS, batch_size=batch_size) == expected
-    assert pipe(QUESTIONS[1], context=DOCUMENTS[1], ratio=3) == by_hand(QUESTIONS[1], DOCUMENTS[1], ratio=3)
-    short = pipe(QUESTIONS[0], context=DOCUMENTS[0], max_tokens=5)
-    assert short == by_hand(QUESTIONS[0], DOCUMENTS[0], max_tokens=5)
+    for ratio in (None, 3):
+        expected = [[by_hand(question, document, ratio) for question in QUESTIONS] for document in DOCUMENTS]
+        assert pipe(QUESTIONS, context=DOCUMENTS, ratio=ratio, batch_size=4) == expected
     reason = r"compresses a document together with its question \(`question_placement='encoder'`\), "
     with pytest.raises(ValueError, match=f"{reason}so that several are not joined: ask about each"):
         pipe("Who?", context=DOCUMENTS, join=True)
     with pytest.raises(ValueError, match=f"{reason}so that no memory is asked here: give the document, `context`"):
         pipe("Who?", memory="document.safetensors")
-    with pytest.raises(ValueError, match=f"{reason}a memory without one answers nothing"):
-        pipe.compress(DOCUMENTS)
 
 
 @pytest.mark.slow
@@ -134,8 +122,6 @@ def test_many_questions_about_many_documents(pipe):
         assert pipe(QUESTIONS, context=DOCUMENTS, batch_size=size) == expected, size
         assert pipe(QUESTIONS, context=DOCUMENTS[0], batch_size=size) == expected[0], size
         assert pipe(question=QUESTIONS[1], context=DOCUMENTS, batch_size=size) == [row[1] for row in expected], size
-    # What comes in a list goes out in one.
-    assert pipe(QUESTIONS[:1], context=DOCUMENTS[:1]) == [[expected[0][0]]]
 
 
 def test_memories_are_read_in_place_of_documents(pipe, tmp_path):
@@ -151,8 +137,6 @@ def test_memories_are_read_in_place_of_documents(pipe, tmp_path):
     # Where its text is can be kept.
     digest = hashlib.sha256(DOCUMENTS[0].encode()).hexdigest()
     assert pipe.compress(DOCUMENTS[0], source="notes/a.txt").source == f"notes/a.txt sha256:{digest}"
-    with pytest.raises(TypeError, match="a single text"):
-        pipe.compress(DOCUMENTS, source="notes")
 
 
 def test_joined_documents_are_read_together_in_order(pipe, tmp_path):
@@ -160,19 +144,6 @@ def test_joined_documents_are_read_together_in_order(pipe, tmp_path):
     assert pipe(QUESTIONS[0], context=DOCUMENTS, join=True) == together
     assert pipe(QUESTIONS[0], memory=pipe.compress(DOCUMENTS), join=True, batch_size=1) == together
     assert pipe(QUESTIONS[0], context=DOCUMENTS[:1], join=True) == answer_by_hand(pipe, QUESTIONS[0], DOCUMENTS[0])
-
-
-@before_any_method
-def test_a_document_longer_than_was_measured_is_warned_of(pipe, monkeypatch):
-    warned = []
-    monkeypatch.setattr(context_compression_qa.logger, "warning_once", warned.append, raising=False)
-    monkeypatch.setattr(pipe.model.config, "chunk_size", 20)
-    pipe.compress("a" * 41)
-    monkeypatch.setattr(pipe.model.config, "measured_chunks", 2)
-    pipe.compress(["a" * 19, "b" * 39])
-    assert warned == []
-    pipe.compress(["a", "b" * 41])
-    assert warned[0].startswith("a document has 3 chunks of 20 tokens, and this checkpoint was measured on 2 at most")
 
 
 @pytest.mark.slow
@@ -215,10 +186,7 @@ def test_the_full_text_is_read_by_the_decoder_without_a_memory(pipe):
     asked = {"full_text": True, "context": DOCUMENTS[:2]}
     assert pipe(QUESTIONS, **asked) == [[by_hand(question, text) for question in QUESTIONS] for text in DOCUMENTS[:2]]
     assert pipe(QUESTIONS[0], **asked, join=True) == by_hand(QUESTIONS[0], *DOCUMENTS[:2])
-    assert pipe(QUESTIONS[0], context=[DOCUMENTS[:2]], full_text=True) == [by_hand(QUESTIONS[0], *DOCUMENTS[:2])]
     assert pipe(QUESTIONS[0], context="abcdef", full_text=True, max_tokens=4) == by_hand(QUESTIONS[0], "abc")
-    asked = pipe(messages=[{"role": "user", "content": QUESTIONS[0]}], context="abc", full_text=True)
-    assert asked == by_hand(QUESTIONS[0], "abc")
 
 
 def test_the_checkpoints_own_prompt_and_heading_are_taken(form_case, tiny_tokenizer):
@@ -238,21 +206,12 @@ def test_the_checkpoints_own_prompt_and_heading_are_taken(form_case, tiny_tokeni
     ("arguments", "error", "message"),
     [
         ({}, ValueError, "either `context`, `memory` or `store`"),
-        ({"context": "a", "memory": "b"}, ValueError, "either `context`, `memory` or `store`"),
         ({"question": [], "context": "a"}, ValueError, "`question` is an empty list"),
         ({"question": None, "context": "a"}, ValueError, "either `question` or `messages`"),
-        ({"question": 5, "context": "a"}, TypeError, "`question` must be a text or a list of texts, got 5"),
-        ({"context": ["a", None]}, TypeError, "`context` must be a text .* got None"),
         ({"context": "\udc00a"}, ValueError, r"`context` holds '\\udc00' at character 0"),
-        ({"memory": 5}, TypeError, "`memory` must be a CompressedContext, its file, .* got 5"),
-        ({"memory": "a", "max_tokens": 9}, ValueError, "`max_tokens`, 9, cuts .* read whole"),
-        ({"context": "a", "max_tokens": 1}, ValueError, "`max_tokens` must be above 1, the tokens that open"),
         ({"context": "a", "prompt": "Q:"}, ValueError, r"`prompt` must hold \{question\} exactly once, got 'Q:'"),
-        ({"context": "a", "ratio": [2, 3]}, ValueError, r"`ratio` must be a single one, got \[2, 3\]"),
-        ({"context": "a", "num_return_sequences": 2}, ValueError, "`num_return_sequences` must be 1"),
         ({"context": "a", "join": "no"}, ValueError, "`join` must be True, False or 'likeliest', got 'no'"),
         ({"context": "a", "full_text": True, "ratio": 2}, ValueError, "`full_text` compresses nothing: leave out"),
-        ({"question": None, "messages": [{"role": "user", "content": None}], "context": "a"}, TypeError, "got None"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(pipe, arguments, error, message):
@@ -279,9 +238,3 @@ def test_generation_settings_pass_through_and_stay_as_they_are(pipe):
     assert (own.max_new_tokens, own.do_sample) == (9, None)
     for full, cut in zip(pipe(**asked), pipe(**asked, **short), strict=True):
         assert full["answer"].startswith(cut["answer"])
-
-
-def test_transformers_makes_the_pipeline_of_a_loaded_model(pipe):
-    again = pipeline("context-compression-qa", model=pipe.model, tokenizer=pipe.tokenizer, device="cpu", **LENGTH)
-    assert type(again) is ContextCompressionQAPipeline
-    assert again(QUESTIONS, context=DOCUMENTS) == pipe(QUESTIONS, context=DOCUMENTS)

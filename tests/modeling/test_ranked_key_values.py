@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_kv_zip import highest, naive_attention, pairs_of, plain_model
+from test_kv_zip import highest, naive_attention, pairs_of
 from tiny_bases import FAR_APART, ids_of
+from tiny_models import plain_model
 from torch.nn import functional
-from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers import DynamicCache, StaticCache
 
-from context_compressors import CompressedContext, RankedKeyValuesConfig, RankedKeyValuesModel
+from context_compressors import CompressedContext
 from context_compressors.modeling.parts.cache_name import CACHE
 
 LEAST = 1e-4
@@ -22,19 +23,13 @@ FEW_POSITIONS = {
     "chunk_size": 8,
     "decoder_config": {"max_position_embeddings": 40},
 }
-SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
-
-
-@pytest.fixture
-def ranked(method_cases):
-    return method_cases["ranked_key_values"]
 
 
 def reader_of(model):
     """The base with the adapter, as the library has it."""
     merged = copy.deepcopy(model)
     merged.merge_adapters()
-    return plain_model(merged).requires_grad_(False)
+    return plain_model(merged, "eager").requires_grad_(False)
 
 
 def behind(opening, ids):
@@ -63,11 +58,13 @@ def whole_of(plain, ids, opening=()):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_scorers_rank_and_while_they_learn_the_attention_of_the_second_reading_does(ranked, random_rows, pad_rows):
+def test_scorers_rank_and_while_they_learn_the_attention_of_the_second_reading_does(
+    ranked_key_values, random_rows, pad_rows
+):
     rows = random_rows([33, 9, 1, 20])
     ids, mask = pad_rows(rows, "left")
     for architecture, attention in FAR_APART:
-        case = ranked.on(architecture=architecture, attention=attention)
+        case = ranked_key_values.on(architecture=architecture, attention=attention)
         for fields in ({"repeat_size": 16, "opening_ids": [3, 4, 3]}, {"encoder_lora": None}):
             model = case.build(**fields)
             plain, opening, ratios, kept = reader_of(model), model.config.opening_ids, [2, 3, 8], []
@@ -87,13 +84,13 @@ def test_scorers_rank_and_while_they_learn_the_attention_of_the_second_reading_d
 
 
 @pytest.mark.slow
-def test_scorers_learn_by_the_squared_error_of_each_row(ranked, random_rows, pad_rows):
+def test_scorers_learn_by_the_squared_error_of_each_row(ranked_key_values, random_rows, pad_rows):
     """Everything else learns by the loss of the text alone. Rows count as their targets do, which are equally many."""
     rows = random_rows([13, 5, 0])
     ids, mask = pad_rows(rows)
     text = ids_of(6, seed=1).expand(3, -1)
     for architecture, attention in FAR_APART:
-        model = ranked.on(architecture=architecture, attention=attention).build(repeat_size=16)
+        model = ranked_key_values.on(architecture=architecture, attention=attention).build(repeat_size=16)
         plain = reader_of(model)
         for row in rows[:2]:
             targets = naive_attention(plain, row, 16)
@@ -115,39 +112,11 @@ def test_scorers_learn_by_the_squared_error_of_each_row(ranked, random_rows, pad
         torch.testing.assert_close(others[1], [7 * gradient for gradient in others[0]], atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.slow
-def test_scorers_learn_what_the_second_reading_attends_to(ranked, random_rows):
-    """Some steps on two contexts: of what the attention ranks first the scorers then rank much more first, too."""
-    model = ranked.build(compression_ratios=(4, 2))
-    with torch.no_grad():
-        for scorer in model.model.scorers:
-            model.model._init_weights(scorer)
-    ids, text = torch.stack(random_rows([12] * 2)), ids_of(4, seed=1).expand(2, -1)
-    plain = reader_of(model)
-    whole = [whole_of(plain, row) for row in ids]
-
-    @torch.no_grad()
-    def share():
-        kept = []
-        for is_training in (True, False):
-            memory = model.train(is_training).compress(ids, ratio=4)
-            kept.append([pairs_of(memory.rows(i), whole[i]) for i in range(len(ids))])
-        return sum(len(a & b) for a, b in zip(*kept, strict=True)) / sum(map(len, kept[0]))
-
-    before = share()
-    optimizer = torch.optim.Adam(model.model.scorers.parameters(), lr=0.1)
-    for _ in range(120):
-        optimizer.zero_grad()
-        model.train()(text, context_input_ids=ids, labels=text).loss.backward()
-        optimizer.step()
-    assert share() > before + 0.2, (before, share())
-
-
 @torch.no_grad()
-def test_a_whole_context_is_read_as_the_base_with_the_adapter_reads_it(ranked):
+def test_a_whole_context_is_read_as_the_base_with_the_adapter_reads_it(ranked_key_values):
     ids, text = ids_of(13), ids_of(5, seed=1)
     for architecture, attention in FAR_APART:
-        model = ranked.on(architecture=architecture, attention=attention).build()
+        model = ranked_key_values.on(architecture=architecture, attention=attention).build()
         memory = model.compress(ids, ratio=1, allow_untrained_ratio=True)
         expected = model(torch.cat([ids, text], dim=1)).logits[:, 13:]
         torch.testing.assert_close(model(text, memory=memory).logits, expected, atol=1e-4, rtol=1e-4)
@@ -158,12 +127,12 @@ def test_a_whole_context_is_read_as_the_base_with_the_adapter_reads_it(ranked):
 
 
 @torch.no_grad()
-def test_an_opening_is_read_as_in_front_of_the_context_and_is_in_no_memory(ranked):
+def test_an_opening_is_read_as_in_front_of_the_context_and_is_in_no_memory(ranked_key_values):
     """A chat's: contexts are read behind it, and texts bring it again, up to its last tokens."""
     opening, ids, rest = [3, 9, 7, 4], ids_of(13), ids_of(5, seed=1)
     text = behind(opening, rest[0])
     for architecture, attention in FAR_APART:
-        model = ranked.on(architecture=architecture, attention=attention).build(
+        model = ranked_key_values.on(architecture=architecture, attention=attention).build(
             opening_ids=opening, slots_after_ids=[7, 4]
         )
         memory = model.compress(ids, ratio=1, allow_untrained_ratio=True)
@@ -171,26 +140,6 @@ def test_an_opening_is_read_as_in_front_of_the_context_and_is_in_no_memory(ranke
         expected = model(torch.cat([behind(opening, ids[0]), rest], dim=1)).logits
         expected = torch.cat([expected[:, :4], expected[:, 17:]], dim=1)
         torch.testing.assert_close(model(text, memory=memory).logits, expected, atol=1e-4, rtol=1e-4)
-        given = {"memory": memory, "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-        written = model.generate(text, **given)
-        assert (
-            written[0, -4:].tolist()
-            == model.generate(
-                torch.cat([behind(opening, ids[0]), rest], dim=1), max_new_tokens=4, min_new_tokens=4, do_sample=False
-            )[0, -4:].tolist()
-        )
-
-
-@torch.no_grad()
-def test_chunks_are_ranked_each_by_itself_in_training_too(ranked):
-    model, ids = ranked.build(chunk_size=6), ids_of(15)
-    for is_training in (False, True):
-        memory = model.train(is_training).compress(ids, ratio=3)
-        alone = [model.compress(chunk, ratio=3) for chunk in ids.split(6, dim=1)]
-        joined = CompressedContext.concatenate(alone)
-        assert joined.head_ids.equal(memory.head_ids)
-        for pair, other in zip(joined.key_values, memory.key_values, strict=True):
-            torch.testing.assert_close(pair, other, atol=1e-4, rtol=1e-4)
 
 
 def naive_logits(plain, row, rest):
@@ -218,27 +167,27 @@ def naive_logits(plain, row, rest):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_chunks_of_a_context_beyond_the_bases_positions_stand_at_the_same(ranked, random_rows, pad_rows):
+def test_chunks_of_a_context_beyond_the_bases_positions_stand_at_the_same(ranked_key_values, random_rows, pad_rows):
     """Each right behind the opening, and the text behind all of them; shorter contexts stay as they are."""
     rows, rest = random_rows([50, 13, 37, 36]), ids_of(5, seed=1)[0]
     text = behind(FEW_POSITIONS["opening_ids"], rest).expand(len(rows), -1)
     for architecture, attention in FAR_APART:
-        model = ranked.on(architecture=architecture, attention=attention).build(**FEW_POSITIONS)
+        model = ranked_key_values.on(architecture=architecture, attention=attention).build(**FEW_POSITIONS)
         plain = reader_of(model)
         for side in ("left", "right"):
             memory = model.compress(*pad_rows(rows, side), ratio=1, allow_untrained_ratio=True)
             for row, logits in zip(rows, model(text, memory=memory).logits, strict=True):
                 torch.testing.assert_close(logits, naive_logits(plain, row, rest)[0], atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match=r"the context needs 54 positions, the encoder has 40 .*: set `chunk_size`"):
-        ranked.build(**{**FEW_POSITIONS, "chunk_size": None}).compress(rows[0][None])
+        ranked_key_values.build(**{**FEW_POSITIONS, "chunk_size": None}).compress(rows[0][None])
     assert model.config.max_context_tokens(2) is None
-    assert ranked.config(**{**FEW_POSITIONS, "chunk_size": None}).max_context_tokens(2) == 36
+    assert ranked_key_values.config(**{**FEW_POSITIONS, "chunk_size": None}).max_context_tokens(2) == 36
 
 
 @torch.no_grad()
-def test_a_long_context_is_read_like_its_chunks_joined_a_loaded_file_and_without_a_cache(ranked, tmp_path):
+def test_a_long_context_is_read_like_its_chunks_joined_a_loaded_file_and_without_a_cache(ranked_key_values, tmp_path):
     ids, text = ids_of(50), behind(FEW_POSITIONS["opening_ids"], ids_of(5, seed=1)[0])
-    model = ranked.build(**FEW_POSITIONS)
+    model = ranked_key_values.build(**FEW_POSITIONS)
     memory = model.compress(ids, ratio=2)
     memory.save(tmp_path / "long.safetensors")
     joined = CompressedContext.concatenate([model.compress(chunk, ratio=2) for chunk in ids.split(8, dim=1)])
@@ -256,32 +205,9 @@ def test_a_long_context_is_read_like_its_chunks_joined_a_loaded_file_and_without
 
 
 @torch.no_grad()
-def test_a_long_contexts_neighbours_have_no_empty_chunks_read(ranked, random_rows, pad_rows, monkeypatch):
-    model, rows, read = ranked.build(**FEW_POSITIONS), random_rows([50, 3, 0, 9]), []
-    encoder_outputs = RankedKeyValuesModel.encoder_outputs
-
-    def counted(self, input_ids, *args, **kwargs):
-        read.append(len(input_ids))
-        return encoder_outputs(self, input_ids, *args, **kwargs)
-
-    monkeypatch.setattr(RankedKeyValuesModel, "encoder_outputs", counted)
-    memories = model.compress(*pad_rows(rows, "right"), ratio=[2, 3])
-    # Chunks of 8 tokens, not 7 of every row.
-    assert read == [7 + 1 + 0 + 2]
-    for memory in memories:
-        for place, row in enumerate(rows):
-            alone = model.compress(row[None], ratio=memory.ratio)
-            mine = memory.rows(place)
-            torch.testing.assert_close(mine.key_values, alone.key_values, atol=1e-5, rtol=1e-5)
-            assert mine.head_ids.equal(alone.head_ids)
-            assert mine.coarsest_ratios.equal(alone.coarsest_ratios)
-            assert mine.position_ids.equal(alone.position_ids)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_cache_that_is_emptied_has_forgotten_its_memory(ranked, attention):
-    model = ranked.on(attention=attention).build(**FEW_POSITIONS)
+def test_a_cache_that_is_emptied_has_forgotten_its_memory(ranked_key_values, attention):
+    model = ranked_key_values.on(attention=attention).build(**FEW_POSITIONS)
     text = behind(FEW_POSITIONS["opening_ids"], ids_of(5, seed=1)[0])
     settings = {"max_new_tokens": 4, "do_sample": False}
     expected = model.generate(text, **settings)
@@ -291,52 +217,17 @@ def test_a_cache_that_is_emptied_has_forgotten_its_memory(ranked, attention):
     assert model.generate(text, cache=cache, **settings).equal(expected)
 
 
-@pytest.mark.slow
-def test_what_trains_on_smollm2_is_counted():
-    base = LlamaConfig(**SMOLLM2, num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True)
-    with torch.device("meta"):
-        model = RankedKeyValuesModel(RankedKeyValuesConfig(decoder_config=base))
-    counts = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-    assert sum(count for name, count in counts.items() if name.startswith("scorers.")) == 30 * (576 * 3 + 3) == 51_930
-    # Rank 8 on maps of 576 to 576, 192, 192, 576, and between 576 and 1536 three times.
-    assert sum(counts.values()) == 51_930 + 30 * 8 * (2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536))
-
-
-def test_scorers_expect_a_hundredth_of_the_attention_at_first(ranked):
-    model = ranked.method.causal_lm_class(ranked.config())
+def test_scorers_expect_a_hundredth_of_the_attention_at_first(ranked_key_values):
+    model = ranked_key_values.method.causal_lm_class(ranked_key_values.config())
     for scorer in model.model.scorers:
         torch.testing.assert_close(scorer.bias.exp(), torch.full((2,), 0.01))
         assert scorer.weight.any()
         assert functional.linear(torch.zeros(1, 32), scorer.weight, scorer.bias).shape == (1, 2)
 
 
-def test_what_cannot_be_is_refused_with_its_name(ranked):
-    for fields, message in (
-        ({"position_layout": "default"}, r"`position_layout` must be one of \['enhanced'\], got 'default'"),
-        ({"repeat_size": 8}, "`repeat_size` must be an int of at least 16, got 8"),
-        (
-            {"encoder_config": {}, "encoder_lora": None},
-            "`encoder_config` must be left out: the model that reads the text has read",
-        ),
-        ({"encoder_lora": None, "decoder_lora": {"rank": 2}}, "`decoder_lora` must be left out"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ranked.config(**fields)
-    assert ranked.config(encoder_lora=None).shared_adapter is False
-    assert RankedKeyValuesConfig().encoder_lora == {
-        "rank": 8,
-        "alpha": 16.0,
-        "dropout": 0.0,
-        "target_modules": "all-linear",
-    }
-
-
-@pytest.mark.parametrize("ridge", [0.0, float("nan"), float("inf")])
-def test_a_fit_that_would_leave_no_scorers_is_refused(method_cases, ridge):
-    model = method_cases["ranked_key_values"].build()
+def test_a_fit_that_would_leave_no_scorers_is_refused(ranked_key_values):
+    model = ranked_key_values.build()
     before = [parameter.clone() for parameter in model.model.scorers.parameters()]
-    with pytest.raises(ValueError, match=f"`ridge` must be finite and above 0, got {ridge}"):
-        model.model.fit_scorers([(ids_of(12), None)], ridge=ridge)
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(torch.nan)
     with pytest.raises(ValueError, match="not finite"):

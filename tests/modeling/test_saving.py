@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saved models come back: outputs, trainable set, types and code, for each class from one checkpoint."""
 
-import copy
 import json
 
 import pytest
@@ -66,18 +65,6 @@ def test_a_saved_backbone_loads_as_a_backbone(form_case, inputs, tmp_path):
     assert loaded(**inputs).last_hidden_state.equal(backbone(**inputs).last_hidden_state)
     with pytest.raises(ValueError, match=r"lacks 1 weights.*lm_head\.weight"):
         form_case.method.causal_lm_class.from_pretrained(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_another_method_is_refused(form_case, method_cases, tmp_path):
-    method = form_case.method
-    other = next(case for name, case in method_cases.items() if name != method.name)
-    other.model.save_pretrained(tmp_path / "other")
-    own, found = method.config_class.model_type, other.method.config_class.model_type
-    for model_class in (method.causal_lm_class, method.model_class):
-        for kwargs in ({}, {"config": other.config()}, {"config": str(tmp_path / "other")}):
-            with pytest.raises(ValueError, match=f"'{found}', {model_class.__name__} loads '{own}'"):
-                model_class.from_pretrained(tmp_path / "other", **kwargs)
 
 
 def test_checkpoints_of_decal_and_of_other_methods_and_bases_are_told_apart(method_cases, tmp_path):
@@ -155,15 +142,6 @@ def test_bfloat16_keeps_what_trains_in_float32(method_case, inputs, tmp_path):
     assert again.model_id == loaded.model_id
 
 
-@pytest.mark.costly
-def test_types_are_the_same_from_a_configuration_as_from_a_checkpoint(method_case, tmp_path):
-    started = AutoModelForCausalLM.from_config(method_case.config(), dtype=torch.bfloat16)
-    started.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    expected = {name: parameter.dtype for name, parameter in loaded.named_parameters()}
-    assert {name: parameter.dtype for name, parameter in started.named_parameters()} == expected
-
-
 def test_weights_can_be_stored_in_another_type(form_case, inputs, tmp_path):
     model = form_case.model
     model.save_pretrained(tmp_path, save_dtype="bfloat16")
@@ -192,20 +170,14 @@ def test_a_changed_trainable_set_is_part_of_the_checkpoint(form_case, tmp_path):
 
 def test_a_folder_holds_weights_code_configuration_and_card_and_nothing_of_this_machine(form_case, tmp_path):
     form_case.model.save_pretrained(tmp_path)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert {"config.json", "generation_config.json", "model.safetensors", "README.md"} < names
-    assert not [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl", ".pickle"))]
-    config = json.loads((tmp_path / "config.json").read_text())
+    texts = {path.name: path.read_text("utf-8") for path in tmp_path.iterdir() if path.suffix != ".safetensors"}
+    assert {"config.json", "generation_config.json", "README.md"} < texts.keys()
+    assert {name.rpartition(".")[2] for name in texts} == {"json", "md", "py"}
+    config = json.loads(texts["config.json"])
     assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
-    for target in config["auto_map"].values():
-        file, class_name = target.split(".")
-        assert f"class {class_name}(" in (tmp_path / f"{file}.py").read_text()
-    assert config["architectures"] == [form_case.method.causal_lm_class.__name__]
-    for path in tmp_path.iterdir():
-        if path.suffix != ".safetensors":
-            text = path.read_text(encoding="utf-8")
-            assert str(tmp_path) not in text, path.name
-            assert "/work" not in text, path.name
+    for file, class_name in (target.split(".") for target in config["auto_map"].values()):
+        assert f"class {class_name}(" in texts[f"{file}.py"]
+    assert not [name for name, text in texts.items() if str(tmp_path) in text or "/work" in text]
 
 
 def test_an_incomplete_checkpoint_is_refused(form_case, tmp_path):
@@ -214,20 +186,6 @@ def test_an_incomplete_checkpoint_is_refused(form_case, tmp_path):
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ValueError, match=r"lacks \d+ weights .*layers\.1\.self_attn\.q_proj"):
         form_case.method.causal_lm_class.from_pretrained(tmp_path)
-
-
-def test_a_copied_model_is_a_model_of_its_own(form_case, inputs):
-    model = form_case.build()
-    other = copy.deepcopy(model)
-    expected = model(**inputs).logits
-    assert other.model_id == model.model_id
-    with torch.no_grad():
-        for parameter in other.parameters():
-            if parameter.requires_grad:
-                parameter.zero_()
-    assert model(**inputs).logits.equal(expected)
-    assert not other(**inputs).logits.allclose(expected, atol=1e-3)
-    assert other.model_id != model.model_id
 
 
 # --- adapters ---

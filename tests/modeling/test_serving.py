@@ -58,23 +58,6 @@ def test_the_plain_decoder_writes_what_the_compressor_writes(place_case, tiny_to
     assert served_tokens(decoder, embeds).equal(new_tokens(model, memory, ids))
 
 
-@pytest.mark.only(lambda case: case.method.name == "mean_pooling" and case.attention == "eager")
-def test_every_base_that_does_not_scale_its_embeddings_is_served(backbone_case, tiny_tokenizer):
-    model = backbone_case.model
-    tokenizer = with_task_tokens(tiny_tokenizer, model.config)
-    memory = model.compress(torch.arange(5, 27)[None])
-    reason = reason_not_to_serve(backbone_case)
-    if reason is None and backbone_case.architecture == "gemma2":
-        reason = r"'gemma2' multiplies token embeddings by 5\.657"
-    if reason is not None:
-        with pytest.raises(ValueError, match=reason):
-            memory.to_prompt_embeds(tokenizer, QUESTION, model)
-        return
-    embeds = memory.to_prompt_embeds(tokenizer, QUESTION, model)
-    expected = new_tokens(model, memory, message_ids(model.config, tokenizer, QUESTION))
-    assert served_tokens(model.decoder_language_model(), embeds).equal(expected)
-
-
 @pytest.fixture
 def model(method_cases):
     return method_cases["mean_pooling"].model
@@ -91,8 +74,6 @@ def test_base64_is_the_tensor_as_torch_saves_it(model, memory, tiny_tokenizer):
     payload = base64.b64decode(text, validate=True)
     decoded = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
     assert decoded.equal(embeds)
-    with pytest.raises(ValueError, match="encoding must be None or 'base64', got 'hex'"):
-        memory.to_prompt_embeds(tiny_tokenizer, QUESTION, model, encoding="hex")
 
 
 def test_joined_and_reloaded_memories_are_served(model, memory, tiny_tokenizer, tmp_path):
@@ -132,10 +113,6 @@ def test_one_message_is_a_question_and_more_need_a_chat_template(model, memory, 
     one = [{"role": "user", "content": QUESTION}]
     assert memory.to_prompt_embeds(tiny_tokenizer, one, model).equal(as_text)
     chat = [{"role": "system", "content": "Be brief."}, *one]
-    with pytest.raises(ValueError, match="chat template refuses these messages"):
-        memory.to_prompt_embeds(tiny_tokenizer, chat, model)
-    with pytest.raises(ValueError, match="`messages` is empty"):
-        memory.to_prompt_embeds(tiny_tokenizer, [], model)
     tiny_tokenizer.chat_template = TEMPLATE
     embeds = memory.to_prompt_embeds(tiny_tokenizer, chat, model)
     rendered = tiny_tokenizer("system:Be brief.\nuser:Who?\nassistant:").input_ids
@@ -143,13 +120,13 @@ def test_one_message_is_a_question_and_more_need_a_chat_template(model, memory, 
     assert embeds[int(memory.num_slots) :].equal(model.get_input_embeddings()(torch.tensor(rendered)))
 
 
-def test_what_cannot_be_served_is_refused(model, memory, tiny_tokenizer):
+def test_what_cannot_be_served_is_refused(model, memory, tiny_tokenizer, case_on):
     two = model.compress(torch.arange(5, 27).view(2, 11))
-    for arguments in ((tiny_tokenizer, QUESTION, model), ()):
-        with pytest.raises(ValueError, match="this one has 2 rows: choose with `rows`"):
-            two.to_prompt_embeds(*arguments)
-    with pytest.raises(ValueError, match="a text needs the tokenizer that was saved with the checkpoint"):
-        memory.to_prompt_embeds(messages=QUESTION)
+    with pytest.raises(ValueError, match="this one has 2 rows: choose with `rows`"):
+        two.to_prompt_embeds(tiny_tokenizer, QUESTION, model)
+    gemma = case_on("mean_pooling", "gemma2-eager").model
+    with pytest.raises(ValueError, match=r"'gemma2' multiplies token embeddings by 5\.657"):
+        gemma.compress(torch.arange(5, 27)[None]).to_prompt_embeds(tiny_tokenizer, QUESTION, gemma)
     memory.model_id = "other:0"
     with pytest.raises(ValueError, match="other:0"):
         memory.to_prompt_embeds(tiny_tokenizer, QUESTION, model)

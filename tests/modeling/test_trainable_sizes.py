@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, Qwen2Config
+from transformers import BertConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from context_compressors.configuration.methods import config_class
 from context_compressors.modeling import model_class
@@ -27,6 +27,8 @@ QWEN2_7B = Qwen2Config(
     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4
 )
 GPT2_LARGE = GPT2Config(n_embd=1280, n_layer=36, n_head=20)
+MISTRAL_7B = MistralConfig(num_hidden_layers=1, vocab_size=64)
+MINILM = BertConfig(hidden_size=384, num_hidden_layers=1, num_attention_heads=12, vocab_size=64)
 ALL_LINEAR = {"rank": 16, "alpha": 32, "dropout": 0.1, "target_modules": "all-linear"}
 ADAPTERS = {"chunk_size": 128, "compression_ratios": (16,), "encoder_lora": ALL_LINEAR, "decoder_lora": ALL_LINEAR}
 COCOM = {**ADAPTERS, "linear_after_encoder": False}
@@ -34,6 +36,13 @@ PISCO = {**ADAPTERS, "memory_tokens": "fixed", "task_token_ids": {}}
 # Of rank 16 on all linear maps of Llama 3.2 1B.
 ONE_ADAPTER = 11_272_192
 SIZES = {
+    # Scorers, and rank 8 on maps of 576 to 576, 192, 192, 576, and between 576 and 1536 three times.
+    "ranked key/values": (
+        "ranked_key_values",
+        SMOLLM2_135M,
+        {},
+        30 * (576 * 3 + 3) + 30 * 8 * (2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536)),
+    ),
     # The authors' maps and the embedding; the last layer's queries never move.
     "beacon": ("activation_beacon", LLAMA_3_2_1B, {}, 100_663_296 - 4_194_304 + 2048),
     "beacon on SmolLM2": ("activation_beacon", SMOLLM2_135M, {}, 16_588_800 - 331_776 + 576),
@@ -55,6 +64,9 @@ SIZES = {
         {"encoder_config": GPT2_LARGE, "train_encoder": True},
         22_029_568 + 774_030_080 + 64 * 1280 + 3 * 4096,
     ),
+    # The perceptron alone.
+    "xRAG": ("xrag", MISTRAL_7B, {"encoder_config": MISTRAL_7B}, 33_562_624),
+    "xRAG of MiniLM": ("xrag", SMOLLM2_135M, {"encoder_config": MINILM}, 554_112),
     "PCC large": ("pcc", LLAMA_3_1_8B, {}, 33_566_720 + 167_772_160 + 64 * 4096 + 3 * 4096),
 }
 

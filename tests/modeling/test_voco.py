@@ -3,9 +3,8 @@
 
 import pytest
 import torch
-from tiny_bases import base_config, ids_of
+from tiny_bases import ids_of
 
-from context_compressors import VoCoConfig, VoCoForCausalLM
 from context_compressors.modeling.parts.lora import DECODER, use_adapter
 from context_compressors.modeling.parts.position_layout import uniform_memory_ids
 
@@ -19,11 +18,6 @@ def voco_position_ids(num_image, num_voco, num_following, layout):
         voco = uniform_memory_ids(0, num_image, num_voco)
     behind = num_image if layout == "enhanced" else num_image + num_voco
     return torch.arange(num_image), voco, torch.arange(behind, behind + num_following)
-
-
-@pytest.fixture
-def voco(method_cases):
-    return method_cases["voco"]
 
 
 def seen_inputs(model, monkeypatch):
@@ -84,17 +78,3 @@ def test_tokens_stand_where_figure_8_says(voco, layout, monkeypatch):
         assert calls[1]["position_ids"][0].tolist() == expected[2].tolist()
     figure = {"default": ([6, 7], [8, 9]), "uniform": ([1, 4], [8, 9]), "enhanced": ([1, 4], [6, 7])}[layout]
     assert [ids.tolist() for ids in voco_position_ids(6, 2, 2, layout)] == [[0, 1, 2, 3, 4, 5], *figure]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"encoder_config": base_config()}, "`shared_adapter` needs"),
-        ({"bos_before_slots": True}, "`bos_before_slots` must be left out"),
-        ({"num_voco_tokens": 0}, "`num_voco_tokens` must be an int of at least 1 or None, got 0"),
-        ({"vision_language_config": base_config()}, "`vision_language_config` must be that of a model with image"),
-    ],
-)
-def test_settings_that_do_not_go_with_it_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        VoCoForCausalLM(VoCoConfig(**{"decoder_config": base_config(), **fields}))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of all methods, and the cases that tests try them in: a new method joins by one entry in `METHODS`."""
 
+import copy
 import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -67,9 +68,7 @@ METHODS = [
         easy={"compression_ratios": (2, 3, 8), "encoder_lora": SMALL_LORA, "decoder_lora": SMALL_LORA},
         hard={
             "chunks": {"chunk_size": 5},
-            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
-            "bos_first": {"bos_before_slots": True},
             "bos_first_enhanced": {"bos_before_slots": True, "position_layout": "enhanced", "chunk_size": 4},
             "task_tokens": {"task_token_ids": TASK_TOKENS},
             "residual": {"embedding_residual": True},
@@ -78,7 +77,6 @@ METHODS = [
             "causal": {"encoder_attention": "causal"},
             "fixed_encoder": {"encoder_lora": None},
             "fixed_decoder": {"decoder_lora": None},
-            "attention_lora": {"encoder_lora": {**SMALL_LORA, "target_modules": ["q_proj", "v_proj"]}},
             "tied": {"decoder_config": {"tie_word_embeddings": True}},
             "own_encoder": {"encoder_config": {}},
             "wide_encoder": {"encoder_config": {"hidden_size": 48, "num_attention_heads": 4}},
@@ -89,15 +87,12 @@ METHODS = [
         easy={"compression_ratios": (2, 3, 8), "encoder_lora": SMALL_LORA, "decoder_lora": SMALL_LORA},
         hard={
             "bidirectional": {"token_attention": "bidirectional"},
-            "bidirectional_chunks": {"token_attention": "bidirectional", "chunk_size": 5},
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
             "bidirectional_enhanced": {"token_attention": "bidirectional", "position_layout": "enhanced"},
             # COCOM.
             "shared_adapter": {
-                "linear_after_encoder": False,
-                "shared_adapter": True,
-                "chunk_size": 5,
-                "slot_markers": {"before": 1, "after": 1},
+                **{"linear_after_encoder": False, "shared_adapter": True},
+                **{"chunk_size": 5, "slot_markers": {"before": 1, "after": 1}},
             },
             "residual": {"embedding_residual": True, "token_attention": "bidirectional"},
             "fixed_encoder": {"encoder_lora": None},
@@ -110,9 +105,7 @@ METHODS = [
         name="icae",
         easy={"compression_ratios": (2, 3, 8), "chunk_size": 64, "encoder_lora": MEMORY_LORA},
         hard={
-            "chunks": {"chunk_size": 5},
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced"},
-            "fixed": {"chunk_size": 6, "memory_tokens": "fixed"},
             "fixed_enhanced": {"chunk_size": 6, "memory_tokens": "fixed", "position_layout": "enhanced"},
             "no_task_tokens": {"task_token_ids": {}, "position_layout": "enhanced"},
             "residual": {"embedding_residual": True, "chunk_size": 6, "memory_tokens": "fixed"},
@@ -154,7 +147,6 @@ METHODS = [
         name="five_hundred_x",
         easy={"compression_ratios": (2, 3, 8), "chunk_size": 64, "encoder_lora": MEMORY_LORA},
         hard={
-            "chunks": {"chunk_size": 5},
             "uniform": {"chunk_size": 6, "position_layout": "uniform"},
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced"},
             "fixed": {"chunk_size": 6, "memory_tokens": "fixed", "position_layout": "enhanced"},
@@ -170,7 +162,6 @@ METHODS = [
         name="voco",
         easy={"compression_ratios": (2, 3, 8), "encoder_lora": SMALL_LORA},
         hard={
-            "chunks": {"chunk_size": 5},
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced"},
             "no_adapter": {"encoder_lora": None},
         },
@@ -209,7 +200,6 @@ METHODS = [
         name="comprexit",
         easy={"compression_ratios": (2, 3, 8), "gate_size": 8, "metric_size": 8, "window_size": 4},
         hard={
-            "chunks": {"chunk_size": 5},
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
             "wide_window": {"window_size": 12},
             "segments": {"window_size": 5, "segment_windows": 1, "gate_temperature": 4.0, "transport_epsilon": 1.0},
@@ -217,10 +207,8 @@ METHODS = [
             "last_layer": {"token_anchors": "last_layer"},
             "layer_mean": {"token_anchors": 1, "slot_aggregation": "mean"},
             "layer_attention": {"token_anchors": 0, "slot_aggregation": "window_attention"},
-            "window_attention": {"slot_aggregation": "window_attention"},
             "literal": {"literal_equations": True, "gate_temperature": 4.0},
             "shuffled": {"shuffled_receivers": True},
-            "uniform_mass": {"uniform_sender_share": 1.0},
             "residual": {"embedding_residual": True},
             "fixed_encoder": {"decoder_lora": SMALL_LORA},
             "encoder_lora": {"encoder_lora": SMALL_LORA},
@@ -234,12 +222,10 @@ METHODS = [
         name="gmsa",
         easy={"compression_ratios": (2, 3, 8), "encoder_layers": 1, "encoder_lora": SMALL_LORA},
         hard={
-            "chunks": {"chunk_size": 5},
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
             "bos_first": {"bos_before_slots": True},
             "keft": {"training_stage": "keft"},
             "two_blocks": {"lsa_layers": 2, "encoder_layers": 2},
-            "no_final_norm": {"lsa_final_norm": False},
             "no_alignment": {"lsa_layers": 0},
             "fixed_encoder": {"encoder_lora": None},
             "decoder_lora": {"decoder_lora": SMALL_LORA},
@@ -258,7 +244,6 @@ METHODS = [
             "appended_tokens": 16,
         },
         hard={
-            "chunks": {"chunk_size": 5},
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
             "keft": {"training_stage": "keft"},
             "standard_normal": {"memory_start": "standard_normal"},
@@ -401,10 +386,12 @@ class Case:
         return replace(self, **changes)
 
 
-def plain_model(model: Any) -> Any:
+def plain_model(model: Any, attention: str | None = None) -> Any:
     """Return the base of a compressor as `transformers` has it, without adapters."""
     config, prefix = model.config, "model.language_model."
-    base = AutoModelForCausalLM.from_config(config.decoder_config, attn_implementation=config._attn_implementation)
+    base = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config.decoder_config), attn_implementation=attention or config._attn_implementation
+    )
     weights = {name.replace(".base_layer", ""): tensor for name, tensor in model.state_dict().items()}
     own = {n.replace(prefix, "model."): t for n, t in weights.items() if n.startswith(prefix) and "lora_" not in n}
     head = {} if config.tie_word_embeddings else {"lm_head.weight": weights["lm_head.weight"]}
@@ -448,15 +435,9 @@ WEIGHTLESS_FIELDS = PLACE_FIELDS | {
 WEIGHT_FIELDS = frozenset(name for case in VARIANT_CASES for name in case.method.hard[case.variant]) - (
     WEIGHTLESS_FIELDS - {"memory_tokens", "task_token_ids"}
 )
-# Fields that say which maps have an adapter, and in whose weights it is.
-ADAPTER_FIELDS = frozenset(
-    [
-        *("encoder_lora", "decoder_lora", "shared_adapter", "encoder_config", "decoder_config"),
-        *("encoder_type", "training_stage"),
-    ]
-)
-# Adapters are put on by one code path: these methods have every combination of them.
+# Weights are stored, and adapters put on, by one code path: these methods have every combination of them.
 ADAPTED_ALL_WAYS = ("mean_pooling", "autocompressor", "gmsa")
+WEIGHTS_CASES = METHOD_CASES + [case for case in VARIANT_CASES if case.changes(WEIGHT_FIELDS)]
 CASES = {
     "method_case": METHOD_CASES,
     "form_case": [case for case in METHOD_CASES if case.method.name in ON_EVERY_BASE],
@@ -468,8 +449,7 @@ CASES = {
         for case in VARIANT_CASES
         if case.changes(PLACE_FIELDS) and (case.method.name in ON_EVERY_BASE or "enhanced" in case.variant)
     ],
-    "weights_case": METHOD_CASES + [case for case in VARIANT_CASES if case.changes(WEIGHT_FIELDS)],
-    "adapter_case": METHOD_CASES
-    + [case for case in VARIANT_CASES if case.changes(ADAPTER_FIELDS) and case.method.name in ADAPTED_ALL_WAYS],
+    "weights_case": WEIGHTS_CASES,
+    "adapter_case": [c for c in WEIGHTS_CASES if c.variant == "easy" or c.method.name in ADAPTED_ALL_WAYS],
     "case": BACKBONE_CASES + VARIANT_CASES,
 }
