@@ -166,20 +166,6 @@ def test_the_tables_of_scores_are_those_of_the_result_files():
         assert pages.with_scores(text) == text, "run tests/pages.py --scores"
 
 
-def test_what_code_prints_goes_into_the_text_block_right_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    fences = [
-        "```jsonl\n# rows.jsonl\n{}\n```",
-        "```python\nprint(open('rows.jsonl').read())\n```",
-        "```text\nold\n```",
-    ]
-    page = tmp_path / "page.md"
-    page.write_text("\n\n".join([*fences, "Words.", "```text\nkept\n```"]), encoding="utf-8")
-    _, outputs = pages.run_page(page)
-    text = page.read_text(encoding="utf-8")
-    assert pages.filled(text, outputs) == text.replace("old", "{}")
-
-
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = set(re.findall(r"`make ([a-z-]+)`", README))

@@ -24,7 +24,7 @@ from context_compressors.modeling import model_class
         ("position_layout", "spread", "'default', 'uniform', 'enhanced'"),
         ("decoder_config", {"model_type": "lamma"}, "did you mean 'llama'"),
         ("encoder_config", 3, "PreTrainedConfig or a dict with `model_type`"),
-        ("encoder_lora", {"r": 16}, "alpha, dropout, rank, target_modules"),
+        ("encoder_lora", {"r": 16}, "'rank', 'target_modules'"),
         ("decoder_lora", {"target_modules": "q_proj"}, "all-linear"),
     ],
 )

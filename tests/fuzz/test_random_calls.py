@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random calls of every method: each row of a batch is compressed, read and answered as that row alone."""
+"""Random calls of every method: each row of a batch is compressed and read as that row alone."""
 
 import os
 import random
@@ -22,9 +22,7 @@ from tiny_models import METHOD_CASES, TRAINING_FREE_CASES
 
 from context_compressors import CompressedContext
 
-GREEDY = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
-CACHES = ({}, {"use_cache": False}, {"cache_implementation": "static"})
-# A number, or the same 80 examples each time.
+# A number, or the same 120 examples each time.
 WANTED = os.environ.get("FUZZ_EXAMPLES")
 # Functions that return a model, method by method, so that each method gets as many examples as any other.
 MODELS = [
@@ -70,30 +68,20 @@ def assert_same_row(memory, row, alone):
         assert not some[row, ..., count:, :].any(), "padding slots are zero"
 
 
-def assert_tied(model, alone, found, expected):
-    """Check that two greedy answers part at tokens that are equally likely, within the arithmetic's error."""
-    place = int((found != expected).nonzero()[0])
-    text = torch.cat([alone["input_ids"], expected[None, :place]], dim=1)
-    if model.config.is_encoder_decoder:
-        text = torch.nn.functional.pad(text, (1, 0), value=model.config.decoder_start_token_id)
-    logits = model(input_ids=text, memory=alone["memory"]).logits[0, -1]
-    assert abs(float(logits[found[place]] - logits[expected[place]])) < 1e-3, (found.tolist(), expected.tolist())
-
-
 @pytest.mark.slow
 @torch.no_grad()
 @hypothesis.settings(
-    max_examples=int(WANTED or 80),
+    max_examples=int(WANTED or 120),
     derandomize=WANTED is None,
     print_blob=True,
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 @hypothesis.given(seed=st.integers(0, 2**32))
-def test_a_batch_is_its_rows_alone(seed, tmp_path_factory):
+def test_a_batch_is_its_rows_alone(seed):
     draw = random.Random(seed)
     model, num_rows = draw.choice(draw.choice(MODELS))(), draw.randint(1, 3)
-    config, way = model.config, draw.choice(["context", "memory", "saved", "shared"])
+    config, way = model.config, draw.choice(["context", "memory", "shared"])
     by_row = [draw.choice(config.compression_ratios) for _ in range(num_rows)]
     if way != "context" and draw.random() < 0.3:
         # Memory tokens that the method has not learned cannot be had: it has those of its smallest ratio.
@@ -120,12 +108,8 @@ def test_a_batch_is_its_rows_alone(seed, tmp_path_factory):
         given |= {"context_input_ids": batches[0][0], "context_attention_mask": batches[0][1], "ratio": ratio}
     elif way == "shared":
         given["memory"] = memory.rows(0)
-    elif way == "saved":
-        path = tmp_path_factory.mktemp("memories") / "memory.safetensors"
-        memory.save(path)
-        given["memory"] = CompressedContext.load(path, model_id=model.model_id)
 
-    logits, generated = model(**given).logits, model.generate(**given, **GREEDY, **draw.choice(CACHES))
+    logits = model(**given).logits
     for row, text in enumerate(texts):
         source = 0 if way == "shared" else row
         of_row = [compress(rows[source][None], ratio=by_row[source]) for rows in documents]
@@ -133,7 +117,3 @@ def test_a_batch_is_its_rows_alone(seed, tmp_path_factory):
         alone["memory"] = CompressedContext.concatenate(of_row)
         assert_same_row(memory, source, alone["memory"])
         torch.testing.assert_close(logits[row, mask[row].bool()], model(**alone).logits[0], atol=5e-4, rtol=1e-3)
-        expected = model.generate(**alone, **GREEDY)[0, len(text) :]
-        found = generated[row, -len(expected) :]
-        if not found.equal(expected):
-            assert_tied(model, alone, found, expected)

@@ -99,17 +99,6 @@ def test_rows_of_a_batch_have_the_plain_models_logits(method_cases, tokenizer, p
         torch.testing.assert_close(logits[row, mask[row].bool()][-1], wanted, atol=1e-5, rtol=0)
 
 
-def test_generation_writes_what_the_plain_model_writes(method_cases, tokenizer):
-    model = chat_model(method_cases, tokenizer)
-    length = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-    memory = memory_of_words(model, [encode(tokenizer, DOCUMENT)])
-    ids = message_ids(model.config, tokenizer, TWO_TURNS)
-    found = model.generate(torch.tensor([ids]), memory=memory, **length)[0, len(ids) :]
-    whole = templated(tokenizer, TWO_TURNS)
-    wanted = model.generate(torch.tensor([whole]), **length)[0, len(whole) :]
-    assert found.equal(wanted)
-
-
 def test_the_reader_of_the_whole_text_sees_the_template(method_cases, tokenizer):
     config = chat_model(method_cases, tokenizer).config
     ids = question_ids(config, tokenizer, "Who?", document_ids=encode(tokenizer, DOCUMENT))

@@ -20,11 +20,10 @@ def model():
     return build()
 
 
-def batch(lengths=(9, 4, 7), seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(5, 128, (len(lengths), max(lengths)), generator=generator)
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    return ids * mask, mask
+@pytest.fixture
+def batch(random_rows, pad_rows):
+    """`batch(side, seed)`: ids and mask of three rows."""
+    return lambda side="right", seed=0: pad_rows(random_rows([9, 4, 7], seed), side)
 
 
 # --- Chamfer similarity ---
@@ -94,22 +93,20 @@ def test_a_text_without_vectors_has_a_score_and_no_nan_gradients():
 
 
 @torch.no_grad()
-def test_padding_and_batching_change_no_score(model):
+def test_padding_and_batching_change_no_score(model, batch):
     ids, mask = batch()
-    whole = model.encode(ids, mask)
+    whole, left = model.encode(ids, mask), model.encode(*batch("left"))
     scores = model.score(*whole.to_tuple(), *whole.to_tuple())
-    left_ids, left_mask = torch.zeros(3, 12, dtype=torch.long), torch.zeros(3, 12, dtype=torch.long)
-    for row, length in enumerate(mask.sum(dim=1).tolist()):
-        left_ids[row, -length:], left_mask[row, -length:] = ids[row, :length], 1
-        alone = model.encode(ids[row : row + 1, :length])
-        torch.testing.assert_close(model.score(*alone.to_tuple(), *whole.to_tuple())[0], scores[row])
-    left = model.encode(left_ids, left_mask)
     torch.testing.assert_close(model.score(*left.to_tuple(), *left.to_tuple()), scores)
+    for row, expected in enumerate(scores):
+        alone = model.encode(ids[row][mask[row].bool()][None])
+        torch.testing.assert_close(alone.vectors.norm(dim=-1), alone.attention_mask.float())
+        torch.testing.assert_close(model.score(*alone.to_tuple(), *whole.to_tuple())[0], expected)
     # A text is nearest to itself: each of its vectors finds itself.
     torch.testing.assert_close(scores.diagonal(), whole.attention_mask.sum(dim=1).float())
 
 
-def test_forward_is_encode_and_every_weight_gets_a_gradient(model):
+def test_forward_is_encode_and_every_weight_gets_a_gradient(model, batch):
     ids, mask = batch()
     model = build()
     vectors, vector_mask = model(ids, mask, return_dict=False)
@@ -124,7 +121,7 @@ def test_forward_is_encode_and_every_weight_gets_a_gradient(model):
 
 
 @torch.no_grad()
-def test_a_checkpoint_loads_by_its_auto_classes_and_says_how(model, tmp_path):
+def test_a_checkpoint_loads_by_its_auto_classes_and_says_how(model, tmp_path, batch):
     model.save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert "AutoModelForTextEncoding.from_pretrained" in card
@@ -137,7 +134,7 @@ def test_a_checkpoint_loads_by_its_auto_classes_and_says_how(model, tmp_path):
     assert normalize(encoder(ids, mask).last_hidden_state, dim=-1).equal(expected)
 
 
-def test_the_decoder_of_a_generating_checkpoint_is_discarded(tmp_path):
+def test_the_decoder_of_a_generating_checkpoint_is_discarded(tmp_path, batch):
     generating = build(DeCALForConditionalGeneration)
     generating.save_pretrained(tmp_path / "generating")
     model = DeCALForRetrieval.from_pretrained(tmp_path / "generating")

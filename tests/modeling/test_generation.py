@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`generate` after a memory: caches, beams, streams, and many questions of one document."""
 
+import decal_models
 import pytest
 import torch
+from random_memories import tensors_of
+from tiny_models import METHODS, ON_EVERY_BASE, TRAINING_FREE, Case
 from transformers import GenerationConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
@@ -135,3 +138,99 @@ def test_a_chats_opening_that_chunks_would_split_is_read_as_in_one_pass(method_c
         chunks = model.generate(rows, **given, return_dict_in_generate=True, prefill_chunk_size=size)
         assert chunks.sequences.equal(whole.sequences), size
         torch.testing.assert_close(chunks.logits[0], whole.logits[0], atol=1e-4, rtol=1e-4)
+
+
+# --- promises of transformers, for every method and DeCAL ---
+
+
+LENGTH = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+# Ways to other ids, each with the number of sequences that it returns for a row.
+DETERMINISTIC = {
+    "greedy": ({}, 1),
+    "processors": ({"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "bad_words_ids": [[7]]}, 1),
+    "beams": ({"num_beams": 3, "length_penalty": 2.0}, 1),
+    "best_beams": ({"num_beams": 3, "num_return_sequences": 2, "early_stopping": True}, 2),
+    "beams_without_cache": ({"num_beams": 2, "use_cache": False}, 1),
+    "beams_in_a_static_cache": ({"num_beams": 2, "cache_implementation": "static"}, 1),
+}
+SAMPLING = {
+    "samples": ({"do_sample": True, "top_k": 10, "temperature": 0.7}, 1),
+    "several_samples": ({"do_sample": True, "top_p": 0.9, "num_return_sequences": 3}, 3),
+    "sampled_beams": ({"do_sample": True, "num_beams": 2}, 1),
+}
+MODELS = {method.name: Case(method, attention="eager") for method in METHODS + TRAINING_FREE}
+# Their readers have code of their own; those of the others are run before a release.
+READERS = ("snap_kv", "decal", "voco", "ranked_key_values", "activation_beacon", "kv_zip")
+
+
+def marks(name):
+    if name in ON_EVERY_BASE:
+        return ()
+    return pytest.mark.slow if name in READERS else (pytest.mark.slow, pytest.mark.release)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks(name)) for name in (*MODELS, "decal")])
+def model(request):
+    return decal_models.build(attention="eager") if request.param == "decal" else MODELS[request.param].model
+
+
+def row(texts, index):
+    """One row alone, without its pads."""
+    names = (("input_ids", "attention_mask"), ("context_input_ids", "context_attention_mask"))
+    return {ids: texts[ids][index][texts[mask][index].bool()][None] for ids, mask in names}
+
+
+def test_a_batch_gives_what_its_rows_give_alone(model, texts):
+    for way, (settings, number) in DETERMINISTIC.items():
+        together = model.generate(**texts, **GREEDY, **settings)
+        assert together.shape == (3 * number, texts["input_ids"].shape[1] + NEW_TOKENS), way
+        assert together[:, :-NEW_TOKENS].equal(texts["input_ids"].repeat_interleave(number, dim=0)), way
+        for index in range(3):
+            alone = model.generate(**row(texts, index), **GREEDY, **settings)
+            of_row = together[index * number : (index + 1) * number, -alone.shape[1] :]
+            assert of_row.tolist() == alone.tolist(), way
+
+
+def test_samples_follow_the_seed_and_leave_the_memory_as_it_is(model, texts):
+    memory = model.compress(texts["context_input_ids"], texts["context_attention_mask"])
+    asked = {"input_ids": texts["input_ids"], "attention_mask": texts["attention_mask"], "memory": memory}
+    before = {name: tensor.clone() for name, tensor in tensors_of(memory).items()}
+    for way, (settings, number) in SAMPLING.items():
+        found = []
+        for seed, given in ((0, texts), (0, asked), (1, asked), (2, asked)):
+            torch.manual_seed(seed)
+            found.append(model.generate(**given, **LENGTH, **settings))
+        first, again, *others = found
+        assert first.shape == (3 * number, texts["input_ids"].shape[1] + NEW_TOKENS), way
+        assert first.equal(again), way
+        assert any(not first.equal(other) for other in others), way
+    assert all(tensor.equal(before[name]) for name, tensor in tensors_of(memory).items())
+
+
+def test_a_row_that_ends_is_padded_while_others_go_on(model, texts):
+    free = model.generate(**texts, **GREEDY)[:, -NEW_TOKENS:]
+    end = int(free[0, 1])
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": end, "pad_token_id": 3}
+    ended = model.generate(**texts, **settings)[:, texts["input_ids"].shape[1] :]
+    for expected, found in zip(free.tolist(), ended.tolist(), strict=True):
+        expected = expected[: expected.index(end) + 1] if end in expected else expected
+        assert found == (expected + [3] * NEW_TOKENS)[: len(found)]
+
+
+def test_a_text_goes_on_from_its_cache(model, texts):
+    """Without a memory; with one, a caller gives the memory and the whole text again."""
+    if model.config.is_encoder_decoder:
+        pytest.skip("transformers continues no encoder-decoder from its cache")
+    question, context = row(texts, 0)["input_ids"], row(texts, 0)["context_input_ids"]
+    twice_as_long = {**GREEDY, "max_new_tokens": 2 * NEW_TOKENS, "min_new_tokens": 2 * NEW_TOKENS}
+    for given in ({}, {"memory": model.compress(context)}):
+        first = model.generate(question, **given, **GREEDY, return_dict_in_generate=True)
+        # Without the mask, generated pads would be taken for padding.
+        read = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences), **given}
+        if given:
+            with pytest.raises(ValueError, match="`cache` must be empty when `generate` starts with a memory"):
+                model.generate(**read, **GREEDY, **{CACHE: first[CACHE]})
+        else:
+            read[CACHE] = first[CACHE]
+        rest = model.generate(**read, **GREEDY)
+        assert rest.tolist() == model.generate(question, **given, **twice_as_long).tolist()

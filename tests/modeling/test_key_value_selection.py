@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import test_generation
-import test_model_names
 import test_padding
 import test_positions_and_chunks
 import test_saving
@@ -204,7 +203,7 @@ SHARED = {
     ],
     "saving": [
         test_saving.test_a_loaded_model_is_the_saved_one,
-        test_model_names.test_a_models_name_tells_every_setting_that_changes_slots_or_reading,
+        test_saving.test_a_models_name_tells_every_setting_that_changes_slots_or_reading,
     ],
 }
 
@@ -263,7 +262,7 @@ def test_a_memory_made_with_a_question_answers_no_other_one(build, tmp_path, ran
         written = model.generate(first, memory=memory.rows(0), prefill_chunk_size=2, **GREEDY)
         assert written[:, -5:].equal(expected[:1, -5:])
     with pytest.raises(ValueError, match="question_input_ids"):
-        model.generate(question, memory=build().compress(ids, mask), **GREEDY)
+        model.generate(question, memory=model.compress(ids, mask), **GREEDY)
 
 
 @pytest.mark.slow

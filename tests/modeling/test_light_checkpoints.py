@@ -2,6 +2,7 @@
 """Light checkpoints: they leave out the base's weights and find them again."""
 
 import json
+import logging
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from context_compressors import MeanPoolingForCausalLM
 from context_compressors.modeling.checkpoint.base_weights import base_name
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -62,36 +64,23 @@ def test_a_light_checkpoint_is_the_saved_model(method_case, inputs, tmp_path, lo
 
 
 @pytest.mark.slow
-def test_a_base_in_a_folder_is_stored_unless_told_otherwise(method_cases, inputs, tmp_path, local_hub, start_light):
-    case = method_cases["mean_pooling"]
-    start_light(case, local_hub)
+def test_a_missing_base_is_named_and_a_copy_does(method_cases, inputs, tmp_path, local_hub, start_light):
+    start_light(method_cases["mean_pooling"], local_hub).save_pretrained(tmp_path / "of_hub")
     base = tmp_path / "my_base"
     shutil.copytree(local_hub.folder / "models--me--base" / "snapshots" / f"{1:040x}", base)
-    model = case.method.causal_lm_class.from_base(base, compression_ratios=[2])
+    shutil.rmtree(local_hub.folder)
+    model = MeanPoolingForCausalLM.from_base(base, compression_ratios=[2])
     model.save_pretrained(tmp_path / "whole")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole").config.external_weights is None
-    model.save_pretrained(tmp_path / "light", include_base=False)
-    config = (tmp_path / "light" / "config.json").read_text()
-    assert str(tmp_path) not in config
-    assert json.loads(config)["external_weights"]["decoder"]["repo_id"] is None
-    assert "base_model" in (tmp_path / "light" / "README.md").read_text()
-    with pytest.raises(OSError, match=r"a folder without a name: point to a copy of it with .*base_model=FOLDER"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "light")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model=base)
-    assert loaded(**inputs).logits.equal(model(**inputs).logits)
-
-
-@pytest.mark.slow
-def test_a_missing_base_is_named_with_the_way_out(method_cases, inputs, tmp_path, local_hub, start_light):
-    model = start_light(method_cases["mean_pooling"], local_hub)
-    model.save_pretrained(tmp_path / "light")
-    copy_of_base = tmp_path / "copy"
-    shutil.copytree(local_hub.folder / "models--me--base" / "snapshots" / f"{1:040x}", copy_of_base)
-    shutil.rmtree(local_hub.folder)
-    with pytest.raises(OSError, match=rf"base model, me/base, revision {1:040x}.*download it.*base_model=FOLDER"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "light")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model=copy_of_base)
-    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+    model.save_pretrained(tmp_path / "of_folder", include_base=False)
+    assert str(tmp_path) not in (tmp_path / "of_folder" / "config.json").read_text()
+    for name, message in (
+        ("of_hub", rf"base model, me/base, revision {1:040x}.*download it.*base_model=FOLDER"),
+        ("of_folder", "a folder without a name: point to a copy of it with .*base_model=FOLDER"),
+    ):
+        with pytest.raises(OSError, match=message):
+            AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name, base_model=base)(**inputs).logits.isfinite().all()
 
 
 @pytest.mark.slow
@@ -189,3 +178,98 @@ def test_a_whole_model_becomes_light_when_its_base_is_linked(form_case, inputs, 
 def test_a_method_that_trains_all_of_its_base_is_saved_whole(tmp_path):
     with pytest.raises(ValueError, match="trains all of its base: its checkpoints are always whole"):
         build_decal().save_pretrained(tmp_path, include_base=False)
+
+
+# --- rounded copies of the base ---
+
+
+def to_four_bits(tensor):
+    """Round with one scale and one offset for 16 neighbours, as Q4_1 and the like do."""
+    groups = tensor.float().reshape(-1, 16)
+    low = groups.amin(1, keepdim=True)
+    # The row of the padding token is all zeros.
+    step = (groups.amax(1, keepdim=True) - low) / 15 + 1e-12
+    return (((groups - low) / step).round() * step + low).view(tensor.shape)
+
+
+# With the relative error, at least and at most: that of large matrices, and some room for 512 samples.
+ROUNDINGS = {
+    "bfloat16": (lambda tensor: tensor.bfloat16().float(), 0.0012, 0.0024, "a cast to bfloat16"),
+    "4 bits in groups of 16": (to_four_bits, 0.05, 0.09, "a rounding"),
+}
+
+
+@pytest.fixture
+def warnings(caplog):
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    yield lambda: [record.getMessage() for record in caplog.records if "nearly the base model" in record.getMessage()]
+    logging.getLogger("transformers").removeHandler(caplog.handler)
+
+
+@pytest.fixture
+def light(method_cases, local_hub, start_light, tmp_path):
+    model = start_light(method_cases["mean_pooling"], local_hub)
+    model.save_pretrained(tmp_path / "light")
+    return tmp_path / "light"
+
+
+def base_model(local_hub):
+    return AutoModelForCausalLM.from_pretrained(local_hub.folder / "models--me--base" / "snapshots" / f"{1:040x}")
+
+
+@torch.no_grad()
+def rounded_copy(model, change, folder):
+    """A copy whose matrices are rounded; vectors stay, as in quantised files."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.copy_(change(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_a_rounded_base_is_used_with_one_warning_that_names_the_error(light, local_hub, tmp_path, warnings, name):
+    change, least, most, word = ROUNDINGS[name]
+    copy = rounded_copy(base_model(local_hub), change, tmp_path / "copy")
+    assert not AutoModelForCausalLM.from_pretrained(light).training
+    assert warnings() == []
+    loaded = AutoModelForCausalLM.from_pretrained(light, base_model=tmp_path / "copy")
+    (warning,) = warnings()
+    error = float(warning.partition("weights are ")[2].partition("%")[0]) / 100
+    assert least < error < most
+    assert word in warning
+    assert "me/base" in warning
+    ids = torch.arange(5, 18)[None]
+    with loaded.base_language_model():
+        assert loaded(ids).logits.equal(copy(ids).logits)
+    # What is saved names the base that it was trained on.
+    loaded.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == json.loads(
+        (light / "config.json").read_text()
+    )
+
+
+def test_a_fine_tuned_base_is_refused(light, local_hub, tmp_path):
+    model = base_model(local_hub)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    torch.manual_seed(0)
+    for _ in range(5):
+        ids = torch.randint(5, 128, (4, 12))
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(tmp_path / "tuned")
+    with pytest.raises(ValueError, match=r"other weights.*a fine-tuned base is another model"):
+        AutoModelForCausalLM.from_pretrained(light, base_model=tmp_path / "tuned")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("value", [0.5, torch.nan])
+def test_one_changed_weight_is_not_taken_for_a_cast(light, local_hub, tmp_path, value):
+    model = base_model(local_hub).bfloat16()
+    model.model.layers[1].mlp.up_proj.weight[5, 7] += value
+    model.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="other weights"):
+        AutoModelForCausalLM.from_pretrained(light, base_model=tmp_path / "other")

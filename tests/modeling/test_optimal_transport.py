@@ -70,37 +70,27 @@ def naive_sinkhorn(cost, source_mass, target_mass, epsilon=0.1, num_iterations=3
     return torch.stack([naive_window(*window, epsilon, num_iterations) for window in windows])
 
 
-@pytest.mark.parametrize("epsilon", [1.0, 0.1, 0.01])
-def test_equals_the_naive_loops(epsilon):
-    tensors = problem(2, 6, 3)
-    for num_iterations in (1, 30):
-        arguments = {"epsilon": epsilon, "num_iterations": num_iterations}
-        expected = plan_and_gradients(naive_sinkhorn, tensors, **arguments)
-        actual = plan_and_gradients(sinkhorn, tensors, **arguments)
-        for one, other in zip(actual, expected, strict=True):
-            assert one.allclose(other, rtol=1e-8, atol=1e-10 / epsilon), num_iterations
-
-
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     batch=st.lists(st.integers(1, 3), max_size=2),
     num_senders=st.integers(1, 7),
     num_receivers=st.integers(1, 7),
-    epsilon=st.sampled_from([0.5, 0.1, 0.01]),
+    epsilon=st.sampled_from([1.0, 0.1, 0.01]),
+    num_iterations=st.sampled_from([1, 4]),
     share_of_zeros=st.sampled_from([0.0, 0.3, 0.7]),
     seed=st.integers(0, 2**16),
 )
 def test_equals_the_naive_loops_for_any_shape_and_mask(
-    batch, num_senders, num_receivers, epsilon, share_of_zeros, seed
+    batch, num_senders, num_receivers, epsilon, num_iterations, share_of_zeros, seed
 ):
     cost, *masses = problem(*batch, num_senders, num_receivers, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     masses = [mass * (torch.rand(mass.shape, generator=generator) >= share_of_zeros) for mass in masses]
     tensors = [cost, *masses]
-    plan = sinkhorn(*tensors, epsilon=epsilon, num_iterations=4)
+    plan = sinkhorn(*tensors, epsilon=epsilon, num_iterations=num_iterations)
     flat = [tensor.reshape(-1, *tensor.shape[len(batch) :]) for tensor in tensors]
     found, expected = (
-        plan_and_gradients(function, flat, epsilon=epsilon, num_iterations=4)
+        plan_and_gradients(function, flat, epsilon=epsilon, num_iterations=num_iterations)
         for function in (sinkhorn, naive_sinkhorn)
     )
     torch.testing.assert_close(plan, expected[0].reshape(cost.shape), rtol=1e-8, atol=1e-12)

@@ -18,11 +18,8 @@ import context_compressors
 from context_compressors import MeanPoolingForCausalLM
 from context_compressors.cli.loading import load_compressor, load_model
 from context_compressors.modeling.checkpoint import pretrained_bases
-from context_compressors.modeling.checkpoint.pretrained_bases import (
-    WheelBase,
-    cached_base,
-    pretrained_base,
-)
+from context_compressors.modeling.checkpoint.gguf_files import gguf_tokenizer
+from context_compressors.modeling.checkpoint.pretrained_bases import WheelBase, cached_base, pretrained_base
 from context_compressors.training.fields import ModelArguments
 from context_compressors.training.loading import load_compressor as load_to_train
 
@@ -128,37 +125,17 @@ def test_a_fetch_of_other_bytes_or_an_interrupted_one_leaves_nothing(cache, fetc
 # --- from elsewhere ---
 
 
-def put_on_hub(folder, name=NAME):
-    """Put a model where the Hub's client keeps what it has downloaded."""
-    snapshot = folder / f"models--{name.replace('/', '--')}" / "snapshots" / f"{7:040x}"
-    tiny_gguf.original().save_pretrained(snapshot)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text(snapshot.name)
-    return snapshot
-
-
-@pytest.mark.parametrize("name", [NAME, "me/other"])
-def test_the_hub_comes_before_the_wheel(cache, fetches, tmp_path, monkeypatch, name):
+def test_the_hub_comes_before_the_wheel(cache, fetches, tmp_path, monkeypatch):
     def snapshot_download(name, *, local_files_only=False, **patterns):
         if local_files_only:
             raise huggingface_hub.errors.LocalEntryNotFoundError("nothing here")
-        return str(put_on_hub(tmp_path / "hub", name))
+        tiny_gguf.original().save_pretrained(tmp_path / "snapshot")
+        return str(tmp_path / "snapshot")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, timeout: SimpleNamespace())
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert (pretrained_base(name) / "model.safetensors").is_file()
+    assert (pretrained_base(NAME) / "model.safetensors").is_file()
     assert fetches == []
-
-
-def test_what_the_hubs_cache_has_whole_is_taken_without_a_question(cache, tmp_path, fetches):
-    snapshot = put_on_hub(tmp_path / "hub")
-    # Somebody has loaded the model alone, without its tokenizer.
-    assert pretrained_base(NAME) == cache / "me--tiny-instruct"
-    shutil.rmtree(cache)
-    (snapshot / "tokenizer_config.json").write_text("{}")
-    (snapshot / "tokenizer.json").write_text("{}")
-    assert pretrained_base(NAME) == snapshot
-    assert len(fetches) == 1
 
 
 @pytest.mark.slow
@@ -205,3 +182,52 @@ def test_the_tokenizer_is_the_published_one(smollm2_base):
     assert tokenizer.tokenize("It's 2026: I'll see") == tokens
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert len(tokenizer) == 49152
+
+
+# --- GGUF files ---
+
+
+def test_digits_stay_single_and_contractions_whole(tiny_gguf_folder, tmp_path):
+    tokenizer = gguf_tokenizer(tiny_gguf_folder, "tiny.gguf")
+    tokens = ["Ġit", "'ll", "Ġ", "1", "2", "3"]
+    assert tokenizer.tokenize(" it'll 123") == tokens
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.tokenize(" it'll 123") == tokens
+    assert loaded.chat_template == tiny_gguf.CHAT_TEMPLATE
+    # The library alone keeps the number together.
+    plain = AutoTokenizer.from_pretrained(tiny_gguf_folder, gguf_file="tiny.gguf")
+    assert plain.tokenize(" it'll 123") == ["Ġit", "'ll", "Ġ", "123"]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_compressor_starts_from_a_file_and_is_saved_whole(tiny_gguf_folder, tmp_path):
+    folder = tmp_path / "base"
+    shutil.copytree(tiny_gguf_folder, folder)
+    model = MeanPoolingForCausalLM.from_base(folder, gguf_file="tiny.gguf", compression_ratios=[2])
+    expected = tiny_gguf.dequantised()["model.layers.1.mlp.up_proj.weight"]
+    assert model.model.language_model.layers[1].mlp.up_proj.base_layer.weight.allclose(expected, atol=1e-6)
+    shutil.rmtree(folder)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = torch.arange(5, 18)[None]
+    assert loaded(ids, context_input_ids=ids).logits.equal(model(ids, context_input_ids=ids).logits)
+    assert loaded.config.external_weights is None
+    assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_file_on_the_hub_is_named_by_a_light_checkpoint(tiny_gguf_folder, tmp_path, local_hub):
+    repository = local_hub.folder / "models--me--tiny-GGUF"
+    shutil.copytree(tiny_gguf_folder, repository / "snapshots" / f"{1:040x}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(f"{1:040x}")
+    model = MeanPoolingForCausalLM.from_base("me/tiny-GGUF", gguf_file="tiny.gguf", compression_ratios=[2])
+    model.save_pretrained(tmp_path / "light")
+    entry = json.loads((tmp_path / "light" / "config.json").read_text())["external_weights"]["decoder"]
+    assert (entry["repo_id"], entry["gguf_file"], entry["revision"]) == ("me/tiny-GGUF", "tiny.gguf", f"{1:040x}")
+    ids = torch.arange(5, 18)[None]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light")
+    assert loaded(ids, context_input_ids=ids).logits.equal(model(ids, context_input_ids=ids).logits)

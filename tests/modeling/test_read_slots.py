@@ -2,7 +2,6 @@
 """Slots that are read once: the same logits as slots that are read with each question, and no second reading."""
 
 import pytest
-import test_threads
 import torch
 
 from context_compressors import ContextCompressionQAPipeline
@@ -94,15 +93,3 @@ def test_slots_that_are_too_many_or_have_unlike_openings_are_read_with_each_text
     for other in ([1, 8, 40, 7], [7, 7, 9, 7]):
         unlike = [[1, 9, 40, 7], other]
         assert ReadSlots(pooled).read(memory, unlike) == (memory, unlike)
-
-
-@pytest.mark.slow
-def test_kept_slots_are_right_in_eight_threads(pooled):
-    # Room for one of them at a time.
-    memories = [pooled.compress(torch.arange(5, 5 + length)[None]) for length in (12, 20)]
-    kept = ReadSlots(pooled, max_bytes=ReadSlots(pooled).read(memories[1], TEXTS)[0].nbytes)
-    calls = {
-        str(place): lambda memory=memory: torch.stack(kept.read(memory, TEXTS)[0].key_values[0])
-        for place, memory in enumerate(memories)
-    }
-    assert not test_threads.together(calls)

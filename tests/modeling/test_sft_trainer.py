@@ -5,18 +5,20 @@ import random
 
 import pytest
 import torch
+from byte_tokenizers import byte_tokenizer
 from datasets import Dataset
+from tiny_bases import BOS, PAD
 from tiny_models import ON_EVERY_BASE, Case
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from context_compressors.modeling.checkpoint.base_weights import base_name
 from context_compressors.modeling.compressor import modeling_compressor as compressing
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 
-PAD, BOS = 0, 1
 COLLATOR = CompressionCollator(PAD, BOS)
+SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+TOKENIZER = byte_tokenizer(SPECIAL.values(), **SPECIAL)
 
 
 def examples(num_rows=24):
@@ -59,14 +61,6 @@ def make_trainer(model, folder, callbacks=None, **settings):
         processing_class=TOKENIZER,
         callbacks=callbacks,
     )
-
-
-TOKENIZER = PreTrainedTokenizerFast(
-    tokenizer_object=Tokenizer(models.WordLevel({"<pad>": PAD, "<s>": BOS, "</s>": 2}, unk_token="<pad>")),
-    pad_token="<pad>",
-    bos_token="<s>",
-    eos_token="</s>",
-)
 
 
 def state(model):

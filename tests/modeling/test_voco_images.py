@@ -89,16 +89,12 @@ def test_a_memory_is_what_the_base_itself_would_cache_of_voco_tokens_behind_the_
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_padded_rows_are_read_as_alone_and_several_questions_follow_one_image(base):
+def test_padded_rows_are_read_as_alone_and_several_questions_follow_one_image(base, pad_rows):
     kind, *_ = base
     model = start(base, compression_ratios=(4,), num_voco_tokens=None)
     first, second = images(kind), images(kind, before=1, behind=0)
     rows = [first["input_ids"][0], second["input_ids"][1]]
-    width = max(map(len, rows)) + 1
-    ids, mask = torch.zeros(2, width).long(), torch.zeros(2, width).long()
-    for row, tokens in enumerate(rows):
-        ids[row, width - len(tokens) :], mask[row, width - len(tokens) :] = tokens, 1
-    together = model.compress(ids, mask, pixel_values=first["pixel_values"])
+    together = model.compress(*pad_rows(rows, "left"), pixel_values=first["pixel_values"])
     for row, tokens in enumerate(rows):
         alone = model.compress(tokens[None], pixel_values=first["pixel_values"][row : row + 1])
         assert int(alone.num_slots) == -(-len(tokens) // 4)
