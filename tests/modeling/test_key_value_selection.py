@@ -136,10 +136,12 @@ def naive_snap_kv(model, ids, ratio, question=None):
         kept.append([])
         for group in weights[0].unflatten(0, (heads, -1)):
             prefix = length - num_forced
-            votes = group[:, -window:, :prefix].sum(dim=(0, 1)).tolist()
-            reach = config.kernel_size // 2
-            pool = sum if config.pooling == "average" else max
-            pooled = [pool(votes[max(0, place - reach) : place + reach + 1]) for place in range(prefix)]
+            votes = group[:, -window:, :prefix].sum(dim=1).tolist()
+            reach, pool = config.kernel_size // 2, sum if config.pooling == "average" else max
+            pooled = [
+                sum(pool(of_query_head[max(0, place - reach) : place + reach + 1]) for of_query_head in votes)
+                for place in range(prefix)
+            ]
             best = sorted(range(prefix), key=lambda place: -pooled[place])[: num_slots - num_forced]
             kept[-1].append([*sorted(best), *range(prefix, length)])
     return kept
