@@ -274,8 +274,8 @@ def task_table(report: EvaluationReport, task: str) -> str:
         label = f"{name}{domain} ({rows[0].num_samples:,} about {rows[0].num_documents:,})"
         body.append([label, *(_with(row.metrics[metric], row.intervals[metric]) for row in rows)])
     if metric != "perplexity" and len(body) > 1:
-        means, intervals = report.macro_average(task, metric), report.macro_average_interval(task, metric)
-        body.append(["mean", *(_with(means[name], intervals[name]) for name in conditions)])
+        means = report.averages(task, metric)["macro_average"]
+        body.append(["mean", *(_with(*means[name]) for name in conditions)])
     differences = report.mean_differences(task, metric)
     for kind, title in _BASELINES.items():
         pairs = [differences.get((f"ratio={ratio}", f"{kind}={ratio}")) for ratio in ratios]
