@@ -297,6 +297,20 @@ def test_both_forms_of_forward_agree(decal, random_rows, pad_rows):
     assert decal(input_ids=text, logits_to_keep=2, **context).logits.equal(second.logits[:, -2:])
 
 
+def test_the_encoders_states_and_attentions_are_those_of_t5(random_rows, pad_rows):
+    model = build("baseline", attention="eager")
+    ids, mask = pad_rows(random_rows([13, 5]))
+    given = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": torch.full((2, 1), START)}
+    settings = {"output_hidden_states": True, "output_attentions": True}
+    expected, found = (one(**given, **settings) for one in (model.as_t5().eval(), model))
+    for part in ("encoder_hidden_states", "encoder_attentions"):
+        for ours, theirs in zip(getattr(found, part), getattr(expected, part), strict=True):
+            for row, length in enumerate((13, 5)):
+                places = (row, ..., slice(length), slice(length) if part == "encoder_attentions" else slice(None))
+                torch.testing.assert_close(ours[places], theirs[places], atol=1e-5, rtol=1e-4)
+    assert model(**given).encoder_hidden_states is None
+
+
 # --- saving ---
 
 

@@ -167,3 +167,8 @@ def test_an_unnamed_memory_is_read_by_the_model_that_made_it_alone(form_case):
 def test_parts_that_no_model_has_are_refused(form_case, fields, parts):
     with raises(ValueError, *parts):
         form_case.build(**fields)
+
+
+def test_tensor_parallelism_is_refused(form_case):
+    with raises(ValueError, "tensor parallelism", "tp_plan='auto'", "device_map"):
+        type(form_case.model).from_pretrained("nowhere", tp_plan="auto")

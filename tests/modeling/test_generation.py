@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`generate` after a memory: caches, beams, streams, and many questions of one document."""
 
+import copy
+
 import decal_models
 import pytest
 import torch
 from random_memories import tensors_of
 from tiny_models import METHODS, ON_EVERY_BASE, TRAINING_FREE, Case
-from transformers import GenerationConfig, StaticCache
+from transformers import GenerationConfig, StaticCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from context_compressors.modeling.parts.cache_name import CACHE
@@ -82,25 +84,6 @@ def test_a_static_cache_of_the_callers_holds_the_slots_too(form_case, random_row
     assert cached.tolist() == model.generate(input_ids=text, memory=memory, **GREEDY).tolist()
 
 
-class Recorder(BaseStreamer):
-    def __init__(self):
-        self.ids, self.ended = [], False
-
-    def put(self, value):
-        self.ids += value.flatten().tolist()
-
-    def end(self):
-        self.ended = True
-
-
-def test_a_streamer_sees_question_and_new_tokens(form_case, random_rows):
-    model, question = form_case.model, random_rows([4])[0][None]
-    memory, recorder = model.compress(random_rows([9], seed=1)[0][None]), Recorder()
-    generated = model.generate(question, memory=memory, streamer=recorder, **GREEDY)
-    assert recorder.ids == generated[0].tolist()
-    assert recorder.ended
-
-
 @torch.no_grad()
 def test_pads_without_a_mask_are_found_by_their_id(method_cases, texts, random_rows, pad_rows):
     model = method_cases["icae"].on(variant="enhanced").model
@@ -138,6 +121,21 @@ def test_a_chats_opening_that_chunks_would_split_is_read_as_in_one_pass(method_c
         chunks = model.generate(rows, **given, return_dict_in_generate=True, prefill_chunk_size=size)
         assert chunks.sequences.equal(whole.sequences), size
         torch.testing.assert_close(chunks.logits[0], whole.logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_hidden_states_and_attentions_as_asked_by_call_or_configuration(form_case, inputs):
+    model = form_case.on(attention="eager").build()
+    every = model(**inputs, output_hidden_states=True, output_attentions=True)
+    some = model(**inputs, output_hidden_states=[0, 2]).hidden_states
+    assert [None if states is None else True for states in some] == [True, None, True]
+    assert all(some[layer].equal(every.hidden_states[layer]) for layer in (0, 2))
+    assert model(**inputs).hidden_states is model(**inputs).attentions is None
+    model.config.output_hidden_states = model.config.output_attentions = True
+    found = model(**inputs)
+    for field in ("hidden_states", "attentions"):
+        assert len(found[field]) == len(every[field])
+        assert all(one.equal(other) for one, other in zip(found[field], every[field], strict=True))
+    assert model(**inputs, output_hidden_states=False).hidden_states is None
 
 
 # --- promises of transformers, for every method and DeCAL ---
@@ -211,6 +209,8 @@ def test_a_row_that_ends_is_padded_while_others_go_on(model, texts):
     free = model.generate(**texts, **GREEDY)[:, -NEW_TOKENS:]
     end = int(free[0, 1])
     settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": end, "pad_token_id": 3}
+    # As a least number of tokens does.
+    settings["suppress_tokens"] = [model.config.eos_token_id]
     ended = model.generate(**texts, **settings)[:, texts["input_ids"].shape[1] :]
     for expected, found in zip(free.tolist(), ended.tolist(), strict=True):
         expected = expected[: expected.index(end) + 1] if end in expected else expected
@@ -234,3 +234,37 @@ def test_a_text_goes_on_from_its_cache(model, texts):
             read[CACHE] = first[CACHE]
         rest = model.generate(**read, **GREEDY)
         assert rest.tolist() == model.generate(question, **given, **twice_as_long).tolist()
+
+
+def test_pads_in_float64_with_eager_attention(model, texts):
+    """Its softmax is float32, in which the least float64 of a masked score is minus infinity."""
+    in_float64 = copy.deepcopy(model).double()
+    is_text = texts["attention_mask"].bool()
+    logits = in_float64(**texts).logits[is_text]
+    torch.testing.assert_close(logits.float(), model(**texts).logits[is_text], atol=1e-4, rtol=1e-4)
+    assert in_float64.generate(**texts, **GREEDY).equal(model.generate(**texts, **GREEDY))
+
+
+class Recorder(BaseStreamer, StoppingCriteria):
+    """A streamer and stopping criterion that keeps what it is shown."""
+
+    def __init__(self):
+        self.streamed, self.judged, self.has_ended = [], [], False
+
+    def put(self, value):
+        self.streamed += value.flatten().tolist()
+
+    def end(self):
+        self.has_ended = True
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.judged.append(input_ids[0].tolist())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_streamers_and_stopping_criteria_see_what_is_returned(model, texts):
+    recorder = Recorder()
+    settings = {"streamer": recorder, "stopping_criteria": [recorder], **GREEDY}
+    generated = model.generate(**row(texts, 0), **settings)[0].tolist()
+    assert (recorder.streamed, recorder.has_ended) == (generated, True)
+    assert recorder.judged == [generated[:end] for end in range(len(generated) - NEW_TOKENS + 1, len(generated) + 1)]

@@ -14,6 +14,7 @@ from context_compressors import (
     ContextCompressionQAPipeline,
     add_task_tokens,
 )
+from context_compressors.modeling.compressor import context_compression_qa
 from context_compressors.modeling.parts.prompting import question_ids
 
 DOCUMENTS = ["Nora keeps eleven bees.", "Olaf owns the mill. {x}", "No."]
@@ -144,6 +145,19 @@ def test_joined_documents_are_read_together_in_order(pipe, tmp_path):
     assert pipe(QUESTIONS[0], context=DOCUMENTS, join=True) == together
     assert pipe(QUESTIONS[0], memory=pipe.compress(DOCUMENTS), join=True, batch_size=1) == together
     assert pipe(QUESTIONS[0], context=DOCUMENTS[:1], join=True) == answer_by_hand(pipe, QUESTIONS[0], DOCUMENTS[0])
+
+
+@before_any_method
+def test_a_document_longer_than_was_measured_is_warned_of(pipe, monkeypatch):
+    warned = []
+    monkeypatch.setattr(context_compression_qa.logger, "warning_once", warned.append, raising=False)
+    monkeypatch.setattr(pipe.model.config, "chunk_size", 20)
+    pipe.compress("a" * 41)
+    monkeypatch.setattr(pipe.model.config, "measured_chunks", 2)
+    pipe.compress(["a" * 19, "b" * 39])
+    assert warned == []
+    pipe.compress(["a", "b" * 41])
+    assert warned[0].startswith("a document has 3 chunks of 20 tokens, and this checkpoint was measured on 2 at most")
 
 
 @pytest.mark.slow

@@ -142,6 +142,15 @@ def test_bfloat16_keeps_what_trains_in_float32(method_case, inputs, tmp_path):
     assert again.model_id == loaded.model_id
 
 
+@pytest.mark.costly
+def test_types_are_the_same_from_a_configuration_as_from_a_checkpoint(method_case, tmp_path):
+    started = AutoModelForCausalLM.from_config(method_case.config(), dtype=torch.bfloat16)
+    started.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    expected = {name: parameter.dtype for name, parameter in loaded.named_parameters()}
+    assert {name: parameter.dtype for name, parameter in started.named_parameters()} == expected
+
+
 def test_weights_can_be_stored_in_another_type(form_case, inputs, tmp_path):
     model = form_case.model
     model.save_pretrained(tmp_path, save_dtype="bfloat16")

@@ -171,3 +171,18 @@ def test_training_without_a_context_warns(form_case, monkeypatch):
     assert warned == []
     model(**{name: batch[name] for name in ("input_ids", "attention_mask", "labels")})
     assert "training without a context" in warned[0]
+
+
+@pytest.mark.release
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["icae", "ranked_key_values"])
+def test_compiled_steps_are_the_eager_ones(name, method_cases, tmp_path):
+    torch._dynamo.reset()
+    weights, plain = [], {"optim": "sgd", "max_grad_norm": 0.0, "max_steps": 2, "learning_rate": 0.1}
+    for compiled in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
+        trainer = make_trainer(method_cases[name].build(), tmp_path / str(len(weights)), **plain, **compiled)
+        trainer.train()
+        weights.append(state(trainer.model))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    for key, expected in weights[0].items():
+        torch.testing.assert_close(weights[1][key], expected, atol=1e-5, rtol=1e-4, msg=key)
