@@ -255,7 +255,8 @@ class WindowAttention(WindowAggregation):
 
     def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:
         normed = self.norm(tokens)
-        scores = self.key(normed) @ self.query(_mean(normed, mask))[..., None] * self.scale
+        mean = (normed * mask[..., None]).sum(dim=2) / mask.sum(dim=2).clamp(min=1)[..., None]
+        scores = self.key(normed) @ self.query(mean)[..., None] * self.scale
         return masked_softmax(scores[..., 0], mask)[..., None]
 
 
@@ -263,11 +264,6 @@ def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
     """Softmax over the last dimension where `mask` is true, zero elsewhere, and zero throughout where nothing is."""
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return scores.softmax(dim=-1) * mask
-
-
-def _mean(tokens: Tensor, mask: Tensor) -> Tensor:
-    """Mean of each window's real tokens, `(batch_size, num_windows, hidden_size)`; zero where a window has none."""
-    return (tokens * mask[..., None]).sum(dim=2) / mask.sum(dim=2).clamp(min=1)[..., None]
 
 
 def _slot_mask(mask: Tensor, ratio: int) -> Tensor:

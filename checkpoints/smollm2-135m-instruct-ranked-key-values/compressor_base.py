@@ -1207,7 +1207,11 @@ def message_ids(
                 "before the user"
             )
         return chat.turns[0]
-    ids = template_ids(tokenizer, messages)
+    contents = [message["content"] for message in messages]
+    # Nobody's words are special tokens.
+    if any(name in content for content in contents for name in tokenizer.all_special_tokens):
+        messages = [{**message, "content": _MARK.format(place)} for place, message in enumerate(messages)]
+    ids = _filled(tokenizer, _templated(tokenizer, messages), contents)
     start = [] if config.continuation_token_id is None else [config.continuation_token_id]
     if document_ids is None and not start:
         return ids
@@ -1265,14 +1269,6 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str,
     end = parts[-1][0] if parts[-1] and parts[-1][0] in tokenizer.all_special_ids else tokenizer.eos_token_id
     turns = [part[1:] if index and part[:1] == [end] else part for index, part in enumerate(parts[:-1])]
     return PromptIds(_filled(tokenizer, head, contents), turns, end)
-
-
-def template_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """A conversation in the chat template, up to where the assistant answers; nobody's words are special tokens."""
-    contents = [message["content"] for message in messages]
-    if any(name in content for content in contents for name in tokenizer.all_special_tokens):
-        messages = [{**message, "content": _MARK.format(place)} for place, message in enumerate(messages)]
-    return _filled(tokenizer, _templated(tokenizer, messages), contents)
 
 
 def _templated(
@@ -1702,7 +1698,13 @@ def load_bases(
             inside = {"revision": entry["revision"] or "main", **fields}
         wanted = config.decoder_config if base == DECODER_BASE else config.encoder_config
         try:
-            model = load_base(base, place, wanted, {**download, **inside})
+            loading = {**download, **inside, **gguf_arguments(inside.get("gguf_file"))}
+            # In the type that it is stored in: fingerprints are taken from those values.
+            if base == DECODER_BASE:
+                model = AutoModelForCausalLM.from_pretrained(place, dtype="auto", **loading)
+            else:
+                # An encoder may be a base's first layers, which its configuration says.
+                model = AutoModel.from_pretrained(place, config=wanted, dtype="auto", **loading)
         except OSError as error:
             raise OSError(
                 f"{checkpoint} leaves out the weights of its {base}'s base model, {shown}, and {place} could not be "
@@ -1712,17 +1714,6 @@ def load_bases(
         _check_same_base(model, place, wanted, entry, shown)
         found[base] = base_tensors(model)
     return found
-
-
-def load_base(
-    base: str, place: str | os.PathLike, wanted: PreTrainedConfig | None, loading: dict[str, Any]
-) -> PreTrainedModel:
-    """A base in the type that it is stored in: fingerprints are taken from those values."""
-    loading = {**loading, **gguf_arguments(loading.get("gguf_file"))}
-    if base == DECODER_BASE:
-        return AutoModelForCausalLM.from_pretrained(place, dtype="auto", **loading)
-    # An encoder may be a base's first layers, which its configuration says.
-    return AutoModel.from_pretrained(place, config=wanted, dtype="auto", **loading)
 
 
 def _check_same_base(

@@ -200,7 +200,13 @@ def load_bases(
             inside = {"revision": entry["revision"] or "main", **fields}
         wanted = config.decoder_config if base == DECODER_BASE else config.encoder_config
         try:
-            model = load_base(base, place, wanted, {**download, **inside})
+            loading = {**download, **inside, **gguf_arguments(inside.get("gguf_file"))}
+            # In the type that it is stored in: fingerprints are taken from those values.
+            if base == DECODER_BASE:
+                model = AutoModelForCausalLM.from_pretrained(place, dtype="auto", **loading)
+            else:
+                # An encoder may be a base's first layers, which its configuration says.
+                model = AutoModel.from_pretrained(place, config=wanted, dtype="auto", **loading)
         except OSError as error:
             raise OSError(
                 f"{checkpoint} leaves out the weights of its {base}'s base model, {shown}, and {place} could not be "
@@ -210,17 +216,6 @@ def load_bases(
         _check_same_base(model, place, wanted, entry, shown)
         found[base] = base_tensors(model)
     return found
-
-
-def load_base(
-    base: str, place: str | os.PathLike, wanted: PreTrainedConfig | None, loading: dict[str, Any]
-) -> PreTrainedModel:
-    """A base in the type that it is stored in: fingerprints are taken from those values."""
-    loading = {**loading, **gguf_arguments(loading.get("gguf_file"))}
-    if base == DECODER_BASE:
-        return AutoModelForCausalLM.from_pretrained(place, dtype="auto", **loading)
-    # An encoder may be a base's first layers, which its configuration says.
-    return AutoModel.from_pretrained(place, config=wanted, dtype="auto", **loading)
 
 
 def _check_same_base(

@@ -20,7 +20,7 @@ _LOADING = """\
 from transformers import {auto_class}, AutoTokenizer
 
 name = "{place}"  # this repository, or a local copy of it
-model = {auto_class}.from_pretrained(name{trust})
+model = {auto_class}.from_pretrained(name, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(name)"""
 _GENERATION = """\
 memory = model.compress(**{document_tokenizer}(document, return_tensors="pt"), ratio={ratio})  # once
@@ -143,15 +143,9 @@ def usage(config: CompressorConfig, place: str) -> str:
     keeps_memories = config.auto_class != RETRIEVAL_LOADER and not config.compresses_questions
     size = " A memory is far larger than its text: it saves reading, not disk space." if keeps_memories else ""
     return (
-        f"{usage_section(config.auto_class, place, ', trust_remote_code=True', code)}\n\n"
+        f"## Use\n\n```python\n{_LOADING.format(auto_class=config.auto_class, place=place)}\n\n{code}\n```\n\n"
         f"It needs `transformers`{needed}. The code of the model is in this repository.{size}"
     )
-
-
-def usage_section(auto_class: str, place: str, trust: str = "", code: str = "") -> str:
-    """The section on a model's use: how it is loaded, and what follows."""
-    loading = _LOADING.format(auto_class=auto_class, place=place, trust=trust)
-    return "## Use\n\n```python\n" + "\n\n".join(filter(None, [loading, code])) + "\n```"
 
 
 def is_hub_id(name: str | None) -> bool:

@@ -246,7 +246,9 @@ def _texts(
                 continue
             if not isinstance(source[0], Path):
                 own = None if source[1] is None else source[0]
-                imports.setdefault(file, set()).add((own, _as(source[1] or source[0], name)))
+                known = source[1] or source[0]
+                is_plain = name in (known, known.partition(".")[0])
+                imports.setdefault(file, set()).add((own, known if is_plain else f"{known} as {name}"))
             elif files[source[0]] != file and not modules[source[0]].is_optional:
                 imports.setdefault(file, set()).add((f".{files[source[0]]}", name))
                 needed.setdefault(file, set()).add(files[source[0]])
@@ -293,10 +295,6 @@ def _spaced(statements: list[_Statement], texts: list[str]) -> str:
         is_near = not isinstance(before.node, _DEFINITIONS) and not isinstance(statement.node, _DEFINITIONS)
         joined += ("\n" if is_near else "\n\n\n") + text
     return joined + "\n"
-
-
-def _as(name: str, new: str) -> str:
-    return name if new in (name, name.partition(".")[0]) else f"{name} as {new}"
 
 
 def _import_lines(imports: set[tuple[str | None, str]]) -> str:

@@ -133,19 +133,15 @@ class KeyValueSelectionModel(CompressorModel):
             read(self, 0, border)
         attentions = ()
         if border < ids.shape[1]:
-            attentions = read(self._giving_attention(), border, ids.shape[1], output_attentions=True).attentions
+            reader: CompressorModel = self
+            if self.language_model.config._attn_implementation != "eager":
+                # A twin with the one implementation of attention that returns its weights.
+                reader = copy_with_shared_weights(self)
+                reader.language_model.set_attn_implementation("eager")
+            attentions = read(reader, border, ids.shape[1], output_attentions=True).attentions
         # Under autocast rotated keys are float32 and values are not.
         pairs = tuple((layer.keys.to(self.dtype), layer.values.to(self.dtype)) for layer in cache.layers)
         return ReadContext(pairs, is_context, position_ids, attentions)
-
-    def _giving_attention(self) -> CompressorModel:
-        """Return the model itself, or a twin whose attention is eager, the one implementation that returns its
-        weights."""
-        if self.language_model.config._attn_implementation == "eager":
-            return self
-        alone = copy_with_shared_weights(self)
-        alone.language_model.set_attn_implementation("eager")
-        return alone
 
     def _places(
         self, read: ReadContext, counts: Sequence[int], num_question_tokens: Tensor | None

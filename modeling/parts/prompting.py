@@ -181,7 +181,11 @@ def message_ids(
                 "before the user"
             )
         return chat.turns[0]
-    ids = template_ids(tokenizer, messages)
+    contents = [message["content"] for message in messages]
+    # Nobody's words are special tokens.
+    if any(name in content for content in contents for name in tokenizer.all_special_tokens):
+        messages = [{**message, "content": _MARK.format(place)} for place, message in enumerate(messages)]
+    ids = _filled(tokenizer, _templated(tokenizer, messages), contents)
     start = [] if config.continuation_token_id is None else [config.continuation_token_id]
     if document_ids is None and not start:
         return ids
@@ -245,14 +249,6 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str,
     end = parts[-1][0] if parts[-1] and parts[-1][0] in tokenizer.all_special_ids else tokenizer.eos_token_id
     turns = [part[1:] if index and part[:1] == [end] else part for index, part in enumerate(parts[:-1])]
     return PromptIds(_filled(tokenizer, head, contents), turns, end)
-
-
-def template_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """A conversation in the chat template, up to where the assistant answers; nobody's words are special tokens."""
-    contents = [message["content"] for message in messages]
-    if any(name in content for content in contents for name in tokenizer.all_special_tokens):
-        messages = [{**message, "content": _MARK.format(place)} for place, message in enumerate(messages)]
-    return _filled(tokenizer, _templated(tokenizer, messages), contents)
 
 
 def _templated(
