@@ -42,6 +42,8 @@ CHECKPOINTS = (
     "smollm2-135m-instruct-ranked-key-values",
     "smollm2-135m-instruct-mean-pooling",
     "smollm2-135m-instruct-icae",
+    "smollm2-135m-instruct-comprexit",
+    "smollm2-135m-instruct-gmsa",
 )
 SCORES = ROOT / "benchmarks" / "smollm2"
 # The first checkpoint's answers to the questions of the second.
@@ -49,7 +51,7 @@ IN_COMMON = "questions_in_common"
 # Pages whose output is the checkpoint's, and the languages that run.
 OF_THE_CHECKPOINT = {README: ("python",), DOCS / "use.md": ("python", "bash")}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_SCORES = re.compile(r"(<!-- (scores|sets|needles) ?([^>]*?) -->\n).*?(?=<!-- /\2 -->)", re.DOTALL)
+_SCORES = re.compile(r"(<!-- (scores|family|sets|needles) ?([^>]*?) -->\n).*?(?=<!-- /\2 -->)", re.DOTALL)
 _RATIOS = (2, 4, 8, 16)
 _TITLES = {
     "question_answering": "F1",
@@ -209,7 +211,7 @@ def read(name: str, counts: Iterable[float]) -> list[str]:
 
 
 def score_table() -> str:
-    """Return README's table: F1 on SQuAD of each checkpoint and its baselines, what is stored and what is read."""
+    """Return README's table: F1 on SQuAD of two checkpoints and their baselines, what is stored and what is read."""
     body = []
 
     def add(title: str, *cells: str) -> None:
@@ -219,7 +221,7 @@ def score_table() -> str:
         conditions = [f"{kind}={ratio}" for ratio in _RATIOS]
         return [f"{rows[condition].metrics['f1']:.1f}" for condition in conditions if condition in rows]
 
-    for name in CHECKPOINTS:
+    for name in CHECKPOINTS[:2]:
         rows = rows_of(name)
         none, full = rows["no_context"], rows["full_context"]
         bounds = [f"{row.metrics['f1']:.1f}" for row in (none, full)]
@@ -257,6 +259,23 @@ def interval_table(name: str) -> str:
     text = f"{none.num_samples:,} questions about {none.num_documents} paragraphs, seed {seed}. "
     text += f"No context: {f1(none)}. Full text: {f1(full)}."
     return f"{text}\n\n{markdown_table(['F1', *(f'{ratio}x' for ratio in ratios)], body)}"
+
+
+def family_table(*names: str) -> str:
+    """Return F1 on SQuAD of checkpoints whose questions are the same, and differences to each one's baselines."""
+    ratios, body = report_of(names[0]).ratios("question_answering"), []
+    for name in names:
+        rows = rows_of(name)
+        slots = [rows[f"ratio={ratio}"] for ratio in ratios]
+        scores = [rows["no_context"], rows["full_context"], *slots]
+        link = f"[{name.removeprefix('smollm2-135m-instruct-')}](../../checkpoints/{name}/README.md)"
+        body.append([link, *(_with(row.metrics["f1"], row.intervals["f1"]) for row in scores)])
+        for kind, title in _BASELINES.items():
+            pairs = [row.differences[f"{kind}={ratio}"] for row, ratio in zip(slots, ratios, strict=True)]
+            body.append([f"minus {title}", "", "", *(_with(pair["difference"], pair["interval"]) for pair in pairs)])
+        body.append(["retention, %", "", "", *(_with(row.retention, row.intervals["retention"], 0) for row in slots)])
+        body.append(["stored: kB", "", "", *stored(slots)])
+    return markdown_table(["F1", "no context", "full text", *(f"{ratio}x" for ratio in ratios)], body)
 
 
 def _with(value: float, interval: Sequence[float], digits: int = 1) -> str:
@@ -305,6 +324,8 @@ def with_scores(text: str) -> str:
     def table(kind: str, *names: str) -> str:
         if kind == "needles":
             return needle_table(*names)
+        if kind == "family":
+            return family_table(*names)
         if kind == "sets":
             report = report_of(*names)
             return "\n\n".join(task_table(report, task) for task in report.tasks())
