@@ -122,22 +122,22 @@ class EvaluationReport:
         """
         conditions = self.conditions(task)
         domains = {domain: self.datasets(task, domain) for domain in DOMAINS}
-        found = {"macro_average": self._weighted(task, metric, conditions, _equal_weights(self.datasets(task)))}
+        averages = {"macro_average": self._weighted(task, metric, conditions, _equal_weights(self.datasets(task)))}
         if {NO_CONTEXT, FULL_CONTEXT} <= set(conditions):
             undefined = self.undefined_datasets(task, metric)
             inside, outside = (
                 _equal_weights([name for name in datasets if name not in undefined]) for datasets in domains.values()
             )
             shares = _equal_weights([*inside, *outside])
-            found["teacher_normalized"] = self._weighted(task, metric, conditions, shares, is_share=True)
+            averages["teacher_normalized"] = self._weighted(task, metric, conditions, shares, is_share=True)
             if all(domains.values()):
                 gap = inside | {name: -weight for name, weight in outside.items()} if inside and outside else {}
                 names = [name for name in conditions if ratio_of(name) is not None]
-                found["domain_gap"] = self._weighted(task, metric, names, gap, is_share=True)
+                averages["domain_gap"] = self._weighted(task, metric, names, gap, is_share=True)
         if all(domains.values()):
             for domain, datasets in domains.items():
-                found[f"{domain}_domain"] = self._weighted(task, metric, conditions, _equal_weights(datasets))
-        return found
+                averages[f"{domain}_domain"] = self._weighted(task, metric, conditions, _equal_weights(datasets))
+        return averages
 
     def _weighted(
         self, task: str, metric: str, conditions: Sequence[str], weights: Mapping[str, float], is_share: bool = False
@@ -146,7 +146,7 @@ class EvaluationReport:
         # Of a share, rows have the interval of the main metric's, in percent.
         name, scale = (RETENTION, 100) if is_share else (metric, 1)
         has_intervals = not is_share or all(row.main_metric == metric for row in self.rows if row.task == task)
-        found: dict[str, Average] = {}
+        weighted: dict[str, Average] = {}
         for condition in conditions:
             scores = {dataset: self.score(dataset, task, condition, metric) for dataset in weights}
             if is_share:
@@ -160,8 +160,8 @@ class EvaluationReport:
             if has_intervals and ends and len(ends) == len(weights):
                 low, high = ends[0] if len(ends) == 1 else interval_of_mean(mean, ends, list(weights.values()))
                 interval = None if math.isnan(low) else (low, high)
-            found[condition] = mean, interval
-        return found
+            weighted[condition] = mean, interval
+        return weighted
 
     def mean_differences(self, task: str, metric: str) -> dict[tuple[str, str], Average]:
         """(Condition, alternative at as many positions) -> their mean difference over all data sets of a task."""

@@ -128,11 +128,11 @@ def ranking_scores(rankings: Sequence[Sequence[str]], judged: JudgedQueries) -> 
         "recall_at_100": [100 * recall(*pair) for pair in pairs],
     }
     resampled = resampled_scores({name: mean_statistic(values) for name, values in scores.items()}, range(len(pairs)))
-    found: dict[str, Any] = {}
+    means: dict[str, Any] = {}
     for name, values in scores.items():
         interval = percentile_interval(resampled[name]) if len(pairs) > 1 else (math.nan, math.nan)
-        found |= {name: mean(values), f"{name}_interval": interval}
-    return {**found, "queries": len(pairs)}, scores
+        means |= {name: mean(values), f"{name}_interval": interval}
+    return {**means, "queries": len(pairs)}, scores
 
 
 def query_answers(collection: str, judged: JudgedQueries, scores: Mapping[str, QueryScores]) -> list[SampleAnswers]:
@@ -171,11 +171,11 @@ def evaluate_retrieval(
 
     def vectors(side: str, texts: Sequence[str], encode: Callable[[str], tuple[list[int], int]]) -> TextVectors:
         encoded = [encode(text) for text in texts]
-        found = encode_texts(model, [ids for ids, _ in encoded], ratio, settings.batch_size)
-        num_tokens, num_vectors = sum(len(ids) for ids, _ in encoded), sum(map(len, found))
+        of_texts = encode_texts(model, [ids for ids, _ in encoded], ratio, settings.batch_size)
+        num_tokens, num_vectors = sum(len(ids) for ids, _ in encoded), sum(map(len, of_texts))
         num_cut = sum(cut > 0 for _, cut in encoded)
         counts[side].update(texts=len(texts), cut=num_cut, tokens=num_tokens, vectors=num_vectors)
-        return found
+        return of_texts
 
     of_queries = vectors("queries", judged.queries, TextEncoder(tokenizer, settings.max_query_tokens))
     encode = TextEncoder(tokenizer, settings.max_context_tokens or MAX_DOCUMENT_TOKENS)
@@ -233,8 +233,8 @@ def evaluate_bm25(judged: JudgedQueries) -> tuple[dict[str, Any], QueryScores]:
     rankings = Rankings(judged.query_ids)
     # What shares no word with a query is not found.
     rankings.add(ids, scores.masked_fill(scores <= 0, -torch.inf))
-    means, found = ranking_scores(rankings.documents(), judged)
-    return {"model": "BM25", "query_ratio": None, "document_ratio": None, **means, "documents": len(ids)}, found
+    means, of_queries = ranking_scores(rankings.documents(), judged)
+    return {"model": "BM25", "query_ratio": None, "document_ratio": None, **means, "documents": len(ids)}, of_queries
 
 
 def retrieval_table(rows: Sequence[Mapping[str, Any]]) -> str:
