@@ -128,8 +128,6 @@ class CorpusCompressor:
         Yields:
             Indices of some texts, and their memory on the CPU in `memory_dtype`, a row for each; or the error.
         """
-        if isinstance(texts, str):
-            raise TypeError(f"`texts` must be a list of texts, got {texts[:40]!r}")
         form, good = self.form, []
         for row, text in enumerate(texts):
             try:

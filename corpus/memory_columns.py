@@ -135,12 +135,6 @@ class MemoryForm:
         return pyarrow.schema(fields, metadata={"context_compressors": self.to_json()})
 
 
-def check_several(ids: Sequence[str]) -> None:
-    """Raise `TypeError` for one id in place of several."""
-    if isinstance(ids, str):
-        raise TypeError(f"`ids` must be a list of ids, got {ids!r}")
-
-
 def memory_table(
     form: MemoryForm,
     ids: Sequence[str],
@@ -149,10 +143,6 @@ def memory_table(
     metadata: Sequence[str | None] | None = None,
 ) -> pyarrow.Table:
     """Rows of a store of some form, see `MemoryStore.table_of`; metadata is JSON already."""
-    check_several(ids)
-    for name, values in (("ids", ids), ("texts", texts), ("metadata", metadata)):
-        if values is not None and len(values) != len(memory):
-            raise ValueError(f"`{name}` has {len(values)} entries, the memory {len(memory)} rows")
     nothing = [None] * len(memory)
     columns = {
         "id": pyarrow.array(ids, pyarrow.string()),

@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.compute
 
 from ..modeling.memory.compressed_context import CompressedContext
-from .memory_columns import MemoryForm, check_several, checksums, memory_of_columns, memory_table
+from .memory_columns import MemoryForm, checksums, memory_of_columns, memory_table
 
 if TYPE_CHECKING:
     from lance import LanceDataset
@@ -186,8 +186,7 @@ class MemoryStore:
         return result["num_inserted_rows"]
 
     def contains(self, ids: Sequence[str]) -> list[bool]:
-        """Return for each id True if the store has it; `TypeError` for one id in place of several."""
-        check_several(ids)
+        """Return for each id True if the store has it."""
         stored = {name for table in self._found(ids, ["id"]) for name in table["id"].to_pylist()}
         return [name in stored for name in ids]
 
@@ -206,9 +205,6 @@ class MemoryStore:
 
     def read(self, ids: Sequence[str], columns: Sequence[str] | None = None) -> pyarrow.Table:
         """Read columns of some rows, in the order of the ids; all of them if none are named. Errors as `get`."""
-        check_several(ids)
-        if not ids:
-            raise ValueError("`ids` is an empty list")
         distinct = list(dict.fromkeys(ids))
         names = None if columns is None else list(dict.fromkeys(["id", *columns]))
         table = pyarrow.concat_tables(self._found(distinct, names))

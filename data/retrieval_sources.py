@@ -48,10 +48,6 @@ class RetrievalTable:
     split: str = "train"
     columns: Mapping[str, str] | None = None
 
-    def __post_init__(self) -> None:
-        if (self.name is None) == (self.path is None):
-            raise ValueError(f"a table has exactly one of name and path, got {self.name!r} and {self.path!r}")
-
     @property
     def label(self) -> str:
         """Return the name to show: Hub name or path."""

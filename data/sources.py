@@ -91,8 +91,6 @@ class DataSource:
             check_choice("split of generated documents:", self.split, SPLITS)
         if self.weight is not None and not 0 < self.weight < math.inf:
             raise ValueError(f"weight of source {self.label!r} must be above 0 and finite, got {self.weight!r}")
-        if self.rows is not None and not (len(self.rows) == 2 and 0 <= self.rows[0] < self.rows[1]):
-            raise ValueError(f"rows of source {self.label!r} must be [first, end], got {self.rows}")
         if self.streaming and (self.name is None or (self.rows is None and self.max_samples is None)):
             raise ValueError(f"streaming of source {self.label!r} needs a data set's name, and rows or max_samples")
         for column in self.columns or {}:

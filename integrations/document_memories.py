@@ -15,7 +15,6 @@ from ..corpus.corpus_compressor import CorpusCompressor
 from ..corpus.memory_store import MemoryStore, import_lance
 from ..modeling.compressor.context_compression_qa import LIKELIEST
 from ..modeling.memory.compressed_context import CompressedContext
-from ..modeling.parts.text_ids import check_texts
 
 if TYPE_CHECKING:
     from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
@@ -97,7 +96,6 @@ class DocumentMemories:
             ids: Of each document its id, if any; it stays where the store has that text under it, at this ratio.
         """
         texts = [text or "" for text in documents]
-        check_texts("documents", texts)
         with self._compressing:
             names = self._kept(texts, [None] * len(texts) if ids is None else ids)
             wanted = {name: text for name, text in zip(names, texts, strict=True) if name is not None}
