@@ -85,20 +85,6 @@ def test_with_the_documents_words_as_slots_all_logits_are_the_plain_models(metho
     torch.testing.assert_close(found, torch.cat([before, wanted[head + len(words) - 1 :]]), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_of_a_batch_have_the_plain_models_logits(method_cases, tokenizer, pad_rows, side):
-    model = chat_model(method_cases, tokenizer)
-    documents = [DOCUMENT, "No.", "Olaf owns the mill and the pond."]
-    rows = [torch.tensor(message_ids(model.config, tokenizer, messages)) for messages in CONVERSATIONS]
-    ids, mask = pad_rows(rows, side)
-    memory = memory_of_words(model, [encode(tokenizer, document) for document in documents])
-    with torch.no_grad():
-        logits = model(ids, attention_mask=mask, memory=memory).logits
-    for row, (messages, document) in enumerate(zip(CONVERSATIONS, documents, strict=True)):
-        wanted = plain_logits(model, templated(tokenizer, messages, document))[-1]
-        torch.testing.assert_close(logits[row, mask[row].bool()][-1], wanted, atol=1e-5, rtol=0)
-
-
 def test_the_reader_of_the_whole_text_sees_the_template(method_cases, tokenizer):
     config = chat_model(method_cases, tokenizer).config
     ids = question_ids(config, tokenizer, "Who?", document_ids=encode(tokenizer, DOCUMENT))

@@ -9,7 +9,6 @@ import torch
 from test_kv_zip import highest, naive_attention, pairs_of
 from tiny_bases import FAR_APART, ids_of
 from tiny_models import plain_model
-from torch.nn import functional
 from transformers import DynamicCache, StaticCache
 
 from context_compressors import CompressedContext
@@ -215,14 +214,6 @@ def test_a_cache_that_is_emptied_has_forgotten_its_memory(ranked_key_values, att
     model.generate(text, memory=model.compress(ids_of(20), ratio=2), cache=cache, **settings)
     cache.reset()
     assert model.generate(text, cache=cache, **settings).equal(expected)
-
-
-def test_scorers_expect_a_hundredth_of_the_attention_at_first(ranked_key_values):
-    model = ranked_key_values.method.causal_lm_class(ranked_key_values.config())
-    for scorer in model.model.scorers:
-        torch.testing.assert_close(scorer.bias.exp(), torch.full((2,), 0.01))
-        assert scorer.weight.any()
-        assert functional.linear(torch.zeros(1, 32), scorer.weight, scorer.bias).shape == (1, 2)
 
 
 def test_a_fit_that_would_leave_no_scorers_is_refused(ranked_key_values):
