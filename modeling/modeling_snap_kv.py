@@ -84,9 +84,10 @@ class SnapKVModel(KeyValueSelectionModel):
         return {} if asked[0] is None else {"question": asked}
 
     def compress_rows(
-        self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = True, question: Any = None
+        self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = True, **beside: Any
     ) -> list[CompressedContext]:
         """See [`CompressorBackbone.compress_rows`]; a memory answers no question but the one that it is made with."""
+        question = beside.get("question")
         if question is None and self.config.compresses_questions:
             raise ValueError(
                 "this compressor reads a context together with its question (`question_placement='encoder'`): "
@@ -94,8 +95,8 @@ class SnapKVModel(KeyValueSelectionModel):
             )
         if question is None:
             return super().compress_rows(context, ratios)
-        num_rows = len(context.input_ids)
-        asked = question_rows(*question, num_rows, self.config, self.config.vocab_size)
+        (ids, mask), num_rows = question, len(context.input_ids)
+        asked = question_rows(ids, mask, num_rows, self.config, self.config.vocab_size)
         memories = super().compress_rows(context, ratios, question=asked)
         fingerprints = question_fingerprints(asked.input_ids, asked.attention_mask).expand(num_rows)
         for memory in memories:

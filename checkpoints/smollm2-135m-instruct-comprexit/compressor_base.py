@@ -2459,7 +2459,7 @@ class CheckpointedModel(PreTrainedModel):
         model.__dict__["_loaded_from"] = (shown_name(name), sums)
         if adapter is not None and not model._hf_peft_config_loaded:
             model.load_adapter(adapter, adapter_name, adapter_kwargs=adapter_source)
-        return (model, info) if wants_info else model
+        return (model, info) if wants_info else model  # type: ignore[return-value]  # as in transformers
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load as in torch; frozen weights of the base, which light checkpoints leave out, do not count as missing."""
@@ -4866,14 +4866,13 @@ class CompressorModel(CompressorBackbone):
             )
         num_cached = int(cache.get_seq_length()) - self.num_places(memory)
         text_mask = cached_text_mask(attention_mask, input_ids, num_cached)
-        may_have_pads = memory is not None and memory.carrier == "key_values"
         if position_ids is None:
             position_ids = text_positions(text_mask)[:, -input_ids.shape[1] :]
         if memory is not None:
             if offset is None:
                 raise ValueError("with a cache, `text_position_offset` must say where the text starts; see `generate`")
             position_ids = position_ids + offset[:, None]
-        if may_have_pads:
+        if memory is not None and memory.carrier == "key_values":
             # The slots came first, and then the text as it was given.
             slot_mask = self.cached_slot_mask(memory)
             check_sliding_window(self.config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
@@ -4892,7 +4891,7 @@ class CompressorModel(CompressorBackbone):
             "inputs_embeds": self._embed_text(input_ids),
             "attention_mask": mask,
             "position_ids": position_ids,
-            "is_full": input_ids.shape[1] == 1 or not may_have_pads,
+            "is_full": input_ids.shape[1] == 1 or memory is None or memory.carrier != "key_values",
         }
 
     def cache_of_slots(self, memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:

@@ -132,7 +132,7 @@ class CheckpointedModel(PreTrainedModel):
         model.__dict__["_loaded_from"] = (shown_name(name), sums)
         if adapter is not None and not model._hf_peft_config_loaded:
             model.load_adapter(adapter, adapter_name, adapter_kwargs=adapter_source)
-        return (model, info) if wants_info else model
+        return (model, info) if wants_info else model  # type: ignore[return-value]  # as in transformers
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load as in torch; frozen weights of the base, which light checkpoints leave out, do not count as missing."""
@@ -233,9 +233,9 @@ class CheckpointedModel(PreTrainedModel):
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        saving = {"max_shard_size": max_shard_size, "save_dtype": save_dtype, "include_base": include_base}
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder, **saving)
+            options: dict[str, Any] = {"save_dtype": save_dtype, "include_base": include_base}
+            self.save_pretrained(folder, max_shard_size=max_shard_size, **options)
             # The library's `push_to_hub` would put an empty template in the place of either card.
             has_card = api.file_exists(repo_id, "README.md", revision=revision)
             commit = {"commit_message": f"Upload {type(self).__name__}", **commit}
