@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +20,10 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, PreTrai
 # Tokens that neighbouring windows of a long text share.
 _OVERLAP = 64
 _WINDOWS_AT_ONCE = 16
+# What a question's words in a sentence count beside its log odds.
+_WORD_WEIGHT = 0.5
+# What a sentence at the end of a text counts less than the first one where there is no question.
+_LEAD_WEIGHT = 2.0
 _SENTENCE_END = re.compile(
     r"(?<!\b[A-Z]\.)(?<!\b(?:Mr|Ms|Dr|St|Jr|Sr|No|vs|cf)\.)(?<!\b(?:Mrs|Gen|Col|Rev|Hon)\.)(?<!\bProf\.)"
     r"(?<=[.!?])[\"'”’)\]]*(?=\s)|(?<=[。！？])[”’」』）]*(?![。！？”’」』）])|(?=\n)"
@@ -89,8 +94,9 @@ class TextCompressor:
         counter = self.tokenizer if tokenizer is None else tokenizer
         costs = [len(ids) for ids in counter([f" {word}" for word in words], add_special_tokens=False)["input_ids"]]
         budget = math.ceil(sum(costs) / ratio) if max_tokens is None else max_tokens
-        scores, forced = self.word_scores(text, question), forced_words(words, keep)
-        kept = best_sentences(scores, word_sentences(text), costs, budget, forced)
+        scores, sentences = self.word_scores(text, question), word_sentences(text)
+        values = sentence_values(scores, words, sentences, question or "")
+        kept = best_sentences(values, scores, sentences, costs, budget, forced_words(words, keep))
         return " ".join(words[place] for place in kept)
 
     def word_scores(self, text: str, question: str | None = None) -> list[float]:
@@ -191,12 +197,47 @@ def word_sentences(text: str) -> list[int]:
     return [bisect_right(ends, start) for start, _ in word_spans(text)]
 
 
+def plain_words(text: str) -> list[str]:
+    """Return `text.split()` in lower case and without punctuation."""
+    return [re.sub(r"\W", "", word.lower()) for word in text.split()]
+
+
+def sentence_values(
+    scores: Sequence[float], words: Sequence[str], sentences: Sequence[int], question: str
+) -> dict[int, float]:
+    """Return each sentence's mean score, and a share of the BM25 weights of the question's words in it.
+
+    Without a question, early sentences have more.
+    """
+    words = plain_words(" ".join(words))
+    words_of = {sentence: set[str]() for sentence in sentences}
+    scores_of: dict[int, list[float]] = {sentence: [] for sentence in sentences}
+    for sentence, word, score in zip(sentences, words, scores, strict=True):
+        words_of[sentence].add(word)
+        scores_of[sentence].append(score)
+    counts = Counter(word for of_sentence in words_of.values() for word in of_sentence)
+    asked = set(plain_words(question)) - {""}
+    weights = {word: math.log(1 + (len(words_of) - counts[word] + 0.5) / (counts[word] + 0.5)) for word in asked}
+    values = {}
+    for sentence, own in words_of.items():
+        shared = _WORD_WEIGHT * sum(weights[word] for word in asked & own)
+        late = 0.0 if question else _LEAD_WEIGHT * sentences.index(sentence) / len(words)
+        values[sentence] = fmean(scores_of[sentence]) + shared - late
+    return values
+
+
 def best_sentences(
-    scores: Sequence[float], sentences: Sequence[int], costs: Sequence[int], budget: int, forced: Collection[int] = ()
+    values: Mapping[int, float],
+    scores: Sequence[float],
+    sentences: Sequence[int],
+    costs: Sequence[int],
+    budget: int,
+    forced: Collection[int] = (),
 ) -> list[int]:
-    """Return the places of the words that stay: whole sentences by their mean score, and a run of the next one.
+    """Return the places of the words that stay: whole sentences by their value, and a run of the next one.
 
     Args:
+        values: of each sentence.
         scores: of each word.
         sentences: the number of each word's sentence.
         costs: each word's tokens.
@@ -208,7 +249,8 @@ def best_sentences(
         places_of.setdefault(sentence, []).append(place)
     kept = set(forced)
     left = budget - sum(costs[place] for place in kept)
-    for places in sorted(places_of.values(), key=lambda places: -fmean(scores[place] for place in places)):
+    for sentence in sorted(values, key=lambda sentence: -values[sentence]):
+        places = places_of[sentence]
         added = best_run([place for place in places if place not in kept], scores, costs, left)
         kept.update(added)
         left -= sum(costs[place] for place in added)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts that are compressed to texts: whole words in their order, scored in windows, with a question or without."""
 
+import math
 import re
 
 import pytest
@@ -10,7 +11,13 @@ from transformers import AutoModelForTokenClassification, pipeline
 
 from context_compressors import TextCompressor
 from context_compressors.data.synthetic_documents import generate_document
-from context_compressors.modeling.text_compressor import best_run, best_sentences, forced_words, word_sentences
+from context_compressors.modeling.text_compressor import (
+    best_run,
+    best_sentences,
+    forced_words,
+    sentence_values,
+    word_sentences,
+)
 
 TEXT = generate_document(3, num_tokens=300).text
 
@@ -67,15 +74,29 @@ def test_words_stay_whole_and_in_order_within_the_budget(ratio):
     assert 0.9 * tokens[1] / ratio < tokens[0] <= -(-tokens[1] // ratio)
 
 
-def test_the_sentences_with_the_highest_means_stay_and_a_run_of_the_next_one():
+def test_the_sentences_with_the_highest_values_stay_and_a_run_of_the_next_one():
     scores, sentences = [5, 0, 3, 3, 1, 2, 2, 0, 9, 9], [0, 0, 1, 1, 2, 2, 2, 2, 3, 3]
-    costs = [1, 1, 2, 1, 1, 1, 1, 1, 1, 1]
-    assert best_sentences(scores, sentences, costs, 2) == [8, 9]
-    assert best_sentences(scores, sentences, costs, 4) == [2, 8, 9]
-    assert best_sentences(scores, sentences, costs, 9) == [0, 1, 2, 3, 5, 6, 8, 9]
-    assert best_sentences(scores, sentences, costs, 4, [1, 7]) == [1, 7, 8, 9]
-    assert best_sentences(scores, sentences, costs, 1, [1, 7]) == [1, 7]
-    assert best_sentences(scores, sentences, costs, 11) == list(range(10))
+    values, costs = {0: 2.5, 1: 3, 2: 1.25, 3: 9}, [1, 1, 2, 1, 1, 1, 1, 1, 1, 1]
+
+    def kept(budget, forced=()):
+        return best_sentences(values, scores, sentences, costs, budget, forced)
+
+    assert kept(2) == [8, 9]
+    assert kept(4) == [2, 8, 9]
+    assert kept(9) == [0, 1, 2, 3, 5, 6, 8, 9]
+    assert kept(4, [1, 7]) == [1, 7, 8, 9]
+    assert kept(1, [1, 7]) == [1, 7]
+    assert kept(11) == list(range(10))
+
+
+def test_a_sentences_value_is_its_mean_score_and_what_it_has_of_the_question_or_how_early_it_is():
+    words, sentences = ["The", "bee.", "The", "ant.", "A", "cat."], [0, 0, 1, 1, 2, 2]
+    scores = [1, 2, 3, 4, 5, 6]
+    wanted = {0: 1.5, 1: 3.5 - 2 * 2 / 6, 2: 5.5 - 2 * 4 / 6}
+    assert sentence_values(scores, words, sentences, "") == pytest.approx(wanted)
+    common, rare = math.log(1 + 1.5 / 2.5), math.log(1 + 2.5 / 1.5)
+    wanted = {0: 1.5 + (common + rare) / 2, 1: 3.5 + common / 2, 2: 5.5}
+    assert sentence_values(scores, words, sentences, "Is the bee, the BEE here?") == pytest.approx(wanted)
 
 
 def test_a_run_has_the_most_of_all_that_keep_to_the_budget():

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -19,7 +18,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, PreTrai
 
 from ...data.document_ids import document_id
 from ...data.rows import read_rows
-from ...modeling.text_compressor import opening, word_places, word_sentences, word_spans
+from ...modeling.text_compressor import opening, plain_words, word_places, word_sentences, word_spans
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..base_trainer import BaseTrainer, without_metadata
 
@@ -65,8 +64,8 @@ def answer_labels(text: str, question: str, answers: Sequence[str]) -> list[floa
     Words of the sentence that has most of an answer's words are kept; of several, the one that has most of the
     question's.
     """
-    words, sentences = _plain(text), word_sentences(text)
-    wanted, asked = [set(_plain(answer)) for answer in answers], set(_plain(question))
+    words, sentences = plain_words(text), word_sentences(text)
+    wanted, asked = [set(plain_words(answer)) for answer in answers], set(plain_words(question))
 
     def value(sentence: int) -> tuple[float, int]:
         own = {word for word, number in zip(words, sentences, strict=True) if number == sentence}
@@ -78,11 +77,6 @@ def answer_labels(text: str, question: str, answers: Sequence[str]) -> list[floa
         0.0 if sentence != best else 1.0 if any(word in answer for answer in wanted) else _SENTENCE_LABEL
         for word, sentence in kept
     ]
-
-
-def _plain(text: str) -> list[str]:
-    """Words in lower case without punctuation."""
-    return [re.sub(r"[^\w]", "", word.lower()) for word in text.split()]
 
 
 def pruned_tokenizer(
