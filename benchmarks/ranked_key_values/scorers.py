@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scorers of ranked key/values, KVzap and Fast KVzip, fitted to the same contexts: loss of right answers, or answers.
+"""Answers from scorers of ranked key/values, KVzap and Fast KVzip, fitted to the same contexts.
 
-    python -m benchmarks.ranked_key_values.scorers --data qa_squad_train.parquet
-    python -m benchmarks.ranked_key_values.scorers --data DATA/qa_squad_train.parquet --asked DATA --questions 120
+    python -m benchmarks.ranked_key_values.scorers --data DATA --contexts 60 --gate-steps 500 --ratios 4 8
 
-With `--asked` every variant answers the first questions of each set of the comparison, and the checkpoint with its own
-scorers is what they are compared with.
+Every variant answers the first questions of each set of the comparison, and is compared with the checkpoint's own
+scorers.
 
 The published scorers are for other bases. Here the modules and recipes of the authors' code fit scorers to the
 checkpoint's reader, on contexts that trained it. The highest scores of all layers and heads stay, so that all variants
@@ -33,15 +32,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.common.questions import questions_by_context
-from benchmarks.common.tools import positive_int, save_and_report, tells_errors
+from benchmarks.common.tools import add_output_argument, positive_int, save_and_report, tells_errors
 from benchmarks.comparison.peers import lines_of
 from benchmarks.comparison.plan import read_table
 from benchmarks.comparison.questions import write_sets
 from benchmarks.ranked_key_values.choosing import (
+    CHECKPOINT,
     FIRST_ROW,
-    add_choosing_arguments,
-    answer_losses,
-    choosing_questions,
     load,
     once,
     paired_scores,
@@ -51,10 +48,8 @@ from context_compressors.modeling.compressor.context_compression_qa import padde
 from context_compressors.modeling.parts.prompting import document_ids, question_ids
 from context_compressors.reporting.tables import markdown_table
 
-RANKED, SHIPPED = "ranked key/values", "the checkpoint's own"
+SHIPPED = "the checkpoint's own"
 _REPEAT = "\n\nRepeat the previous context exactly."
-# Attention below it counts as none, as in ranked key/values.
-_LEAST_ATTENTION = 1e-4
 
 
 class Gate(nn.Module):
@@ -217,10 +212,6 @@ def comparison_questions(data: Path, tokenizer: Any, number: int) -> list[dict[s
     return [line for of_set in lines for line in of_set]
 
 
-def _losses(model: Any, tokenizer: Any, memory: Any, questions: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    return [{"loss": loss} for loss in answer_losses(model, tokenizer, memory, questions).tolist()]
-
-
 def _answer_scores(
     model: Any, tokenizer: Any, memory: Any, questions: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, float]]:
@@ -237,10 +228,12 @@ def _answer_scores(
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_choosing_arguments(parser, questions=60)
+    parser.add_argument("--data", required=True, metavar="FOLDER", help="the comparison's data, and SQuAD train")
+    parser.add_argument("--questions", type=positive_int, default=120, metavar="N", help="(default: 120)")
+    parser.add_argument("--checkpoint", default=CHECKPOINT, metavar="FOLDER", help=f"default: {CHECKPOINT}")
+    add_output_argument(parser)
     parser.add_argument("--contexts", type=positive_int, default=60, metavar="N", help="to fit to (default: 60)")
     parser.add_argument("--gate-steps", type=positive_int, default=300, metavar="N", help="of Fast KVzip's gates")
-    parser.add_argument("--asked", metavar="FOLDER", help="the comparison's data: its questions are answered")
     parser.add_argument("--ratios", type=positive_int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--batch-size", type=positive_int, default=20)
     return parser
@@ -251,11 +244,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Fit all scorers and answer with each; returns the exit status."""
     arguments = build_parser().parse_args(argv)
     torch.manual_seed(0)
-    # The comparison's rows are in bfloat16.
-    model, tokenizer = load(arguments.checkpoint, torch.float32 if arguments.asked is None else torch.bfloat16)
+    model, tokenizer = load(arguments.checkpoint)
     reader, backbone = model.model.language_model, model.model
-    choosing = questions_by_context(arguments.data, FIRST_ROW)
-    training = [context for context in questions_by_context(arguments.data) if context not in choosing]
+    squad = str(Path(arguments.data, "qa_squad_train.parquet"))
+    choosing = questions_by_context(squad, FIRST_ROW)
+    training = [context for context in questions_by_context(squad) if context not in choosing]
     drawn = random.Random(0).sample(training, arguments.contexts)
     attention = reader.config._attn_implementation
     reader.set_attn_implementation("eager")
@@ -265,6 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{inputs.shape[1]:,} tokens", flush=True)
     plus = plus.clamp(min=torch.finfo(torch.float32).tiny).log()
     variants: dict[str, nn.Module] = {
+        SHIPPED: backbone.scorers,
         "KVzap-Linear": ridge(inputs, plus),
         "KVzap-MLP": mlp(inputs, plus),
         "Fast KVzip": gate(inputs, scores, _group(reader), arguments.gate_steps),
@@ -273,13 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Each batch is one pass, which `once` remembers.
     backbone.tokens_at_once = sys.maxsize
-    if arguments.asked is None:
-        baseline, questions = RANKED, choosing_questions(arguments.data, arguments.questions)
-        own, of_memory = ridge(inputs, scores.clamp(min=_LEAST_ATTENTION).log()), partial(_losses, model, tokenizer)
-    else:
-        baseline, questions = SHIPPED, comparison_questions(Path(arguments.asked), tokenizer, arguments.questions)
-        own, of_memory = backbone.scorers, partial(_answer_scores, model, tokenizer)
-    variants = {baseline: own, **variants}
+    questions = comparison_questions(Path(arguments.data), tokenizer, arguments.questions)
     found: dict[int, dict[str, list[dict[str, float]]]] = {
         ratio: {name: [] for name in variants} for ratio in arguments.ratios
     }
@@ -292,17 +280,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 with patch.object(backbone, "_scored", partial(scored, read, modules=modules)):
                     memories = model.compress(**rows, ratio=arguments.ratios)
                 for ratio, memory in zip(arguments.ratios, memories, strict=True):
-                    found[ratio][name] += of_memory(memory, batch)
+                    found[ratio][name] += _answer_scores(model, tokenizer, memory, batch)
         print(f"{start + len(batch)} of {len(questions)}", flush=True)
     contexts_of = [row["context"] for row in questions]
     results = [
         {"ratio": ratio, "scorer": name, **scores}
         for ratio, of_ratio in found.items()
-        for name, scores in paired_scores(of_ratio, baseline, contexts_of).items()
+        for name, scores in paired_scores(of_ratio, SHIPPED, contexts_of).items()
     ]
     table = markdown_table(list(results[0]), [[str(value) for value in row.values()] for row in results])
     arguments.data = Path(arguments.data).name
-    save_and_report(__file__, arguments, results, table, "scorers" if arguments.asked is None else "scorer_answers")
+    save_and_report(__file__, arguments, results, table, "scorers")
     return 0
 
 
