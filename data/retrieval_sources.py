@@ -103,11 +103,16 @@ class RetrievalSource:
         folder, columns = Path(place), _BEIR_COLUMNS
         if not folder.is_dir():
             name = os.fspath(place)
-            parts = (RetrievalTable(name, config=n, split=n, columns=columns[n]) for n in ("corpus", "queries"))
-            return cls(*parts, RetrievalTable(name, split=split, columns=columns["relevance"]))
+            corpus, queries = (
+                RetrievalTable(name, config=n, split=n, columns=columns[n]) for n in ("corpus", "queries")
+            )
+            return cls(corpus, queries, RetrievalTable(name, split=split, columns=columns["relevance"]))
         check_choice(f"split of {place}:", split, sorted(path.stem for path in folder.glob("qrels/*.tsv")))
         files = {"corpus": "corpus.jsonl", "queries": "queries.jsonl", "relevance": f"qrels/{split}.tsv"}
-        return cls(*(RetrievalTable(path=str(folder / file), columns=columns[n]) for n, file in files.items()))
+        corpus, queries, relevance = (
+            RetrievalTable(path=str(folder / file), columns=columns[name]) for name, file in files.items()
+        )
+        return cls(corpus, queries, relevance)
 
 
 class JudgedQueries:

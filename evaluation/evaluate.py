@@ -287,8 +287,8 @@ def _conditions(
     conditions += compressed
     for kind in settings.alternatives:
         for ratio in ratios:
-            fields = {"with_context": True, "task_token": starts, "selection": kind, "budget_ratio": ratio}
-            conditions.append(Condition(alternative_condition(kind, ratio), reader, **fields))
+            selected = Condition(alternative_condition(kind, ratio), reader, selection=kind, budget_ratio=ratio)
+            conditions.append(replace(selected, with_context=True, task_token=starts))
     return conditions
 
 

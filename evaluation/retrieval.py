@@ -167,7 +167,8 @@ def evaluate_retrieval(
         A row of results and each query's scores. Savings are those beside one vector for each token: in storage tokens
         by vectors, in scoring pairs of tokens by pairs of vectors.
     """
-    tokenizer, counts = text_tokenizer(tokenizer), {"queries": Counter(), "documents": Counter()}
+    tokenizer = text_tokenizer(tokenizer)
+    counts: dict[str, Counter[str]] = {"queries": Counter(), "documents": Counter()}
 
     def vectors(side: str, texts: Sequence[str], encode: Callable[[str], tuple[list[int], int]]) -> TextVectors:
         encoded = [encode(text) for text in texts]

@@ -189,7 +189,7 @@ class TrainingFields:
 # --- schedules over a training ---
 
 
-def check_length_schedule(schedule: Sequence[Sequence[float]]) -> None:
+def check_length_schedule(schedule: list[list[float]]) -> None:
     """Raise `ValueError` unless a schedule has [fraction of training, tokens] pairs in order."""
     is_allowed = all(0 <= fraction <= 1 and length >= 1 for fraction, length in schedule)
     if not schedule or schedule != sorted(schedule) or not is_allowed:
@@ -199,7 +199,7 @@ def check_length_schedule(schedule: Sequence[Sequence[float]]) -> None:
         )
 
 
-def scheduled_length(points: Sequence[Sequence[Any]], fraction: float) -> int:
+def scheduled_length(points: list[list[Any]], fraction: float) -> int:
     """Length limit after a fraction of the training, linear between the points and constant outside them."""
     position = bisect.bisect_right(points, [fraction, math.inf])
     if position == 0 or position == len(points):
