@@ -184,7 +184,9 @@ def test_pushing_uploads_what_saving_writes_and_keeps_a_card_that_is_there(form_
     model, sent, existing = form_case.model, [], set()
 
     def upload_folder(self, *, folder_path, ignore_patterns, **kwargs):
-        sent.append({name: text for name, text in files(Path(folder_path)).items() if name not in ignore_patterns})
+        sent.append(
+            {name: text for name, text in files(Path(folder_path)).items() if name not in (ignore_patterns or ())}
+        )
         return "https://huggingface.co/me/compressor/commit/1"
 
     api = huggingface_hub.HfApi

@@ -215,15 +215,16 @@ def test_adapters_can_be_off_and_can_be_merged(adapter_case, inputs, question, t
     expected, generated = model(**inputs).logits, model.generate(**inputs, **GREEDY)
     model.merge_adapters()
     assert not [name for name, _ in model.named_parameters() if "lora" in name]
-    torch.testing.assert_close(model(**inputs).logits, expected, atol=1e-4, rtol=0)
+    # Rounding grows over AutoCompressor's segments; in float64 there is none.
+    torch.testing.assert_close(model(**inputs).logits, expected, atol=3e-4, rtol=0)
     model.save_pretrained(tmp_path)
     loaded = case.method.causal_lm_class.from_pretrained(tmp_path, attn_implementation=case.attention)
     assert loaded.config.encoder_lora is None
     assert loaded.config.decoder_lora is None
-    torch.testing.assert_close(loaded(**inputs).logits, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(loaded(**inputs).logits, expected, atol=3e-4, rtol=0)
     assert loaded.generate(**inputs, **GREEDY).equal(generated)
     loaded.merge_adapters()
-    torch.testing.assert_close(loaded(**inputs).logits, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(loaded(**inputs).logits, expected, atol=3e-4, rtol=0)
 
 
 def test_merging_keeps_what_else_trains_and_warns_of_a_second_base(method_cases, monkeypatch):
