@@ -151,12 +151,14 @@ def test_types_are_the_same_from_a_configuration_as_from_a_checkpoint(method_cas
     assert {name: parameter.dtype for name, parameter in started.named_parameters()} == expected
 
 
-def test_weights_can_be_stored_in_another_type(form_case, inputs, tmp_path):
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])
+def test_weights_can_be_stored_in_another_type(form_case, inputs, tmp_path, name):
     model = form_case.model
-    model.save_pretrained(tmp_path, save_dtype="bfloat16")
+    model.save_pretrained(tmp_path, save_dtype=name)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+        assert {file.get_tensor(key).dtype for key in file.keys()} == {getattr(torch, name)}  # noqa: SIM118
     loaded = form_case.method.causal_lm_class.from_pretrained(tmp_path)
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
     expected = model(**inputs).logits
     assert (loaded(**inputs).logits - expected).norm() < 0.3 * expected.norm()
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "the saved model keeps its own"
