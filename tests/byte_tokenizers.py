@@ -7,6 +7,15 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+# The chat template of small instruct models.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ bos_token + message['role'] + '\n' + message['content'] + eos_token + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ bos_token + 'assistant\n' }}{% endif %}"
+)
+# Two layers, 32 wide, whose four heads share two of keys and values.
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
 
 def byte_tokenizer(
     before: Sequence[str] = (), behind: Sequence[str] = (), backwards: bool = False, **special: Any

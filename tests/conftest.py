@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-# Tests import the helper modules beside this file by name.
-sys.path.append(str(Path(__file__).parent))
+# Tests import helper modules by name, those beside this file and those in these folders.
+HELPERS = ("", "modeling", "training", "evaluation", "integrations", "suites")
+sys.path.extend(str(Path(__file__).parent / folder) for folder in HELPERS)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Threads of several workers, and of the processes that they start, would wait for each other. Read by torch's

@@ -20,14 +20,14 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
-from byte_tokenizers import byte_tokenizer, tiny_llama
+from byte_tokenizers import CHAT_TEMPLATE, byte_tokenizer, tiny_llama
 
 from context_compressors.evaluation.report import EvaluationReport
 from context_compressors.evaluation.rows import EvaluationRow, ordered_conditions
@@ -60,10 +60,7 @@ _TITLES = {
     "continuation": "perplexity of what follows",
 }
 _BASELINES = {"cut": "truncated text", "bm25": "BM25 sentences"}
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ bos_token + message['role'] + '\n' + message['content'] + eos_token + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ bos_token + 'assistant\n' }}{% endif %}"
-)
+_STORED, _READ = "stored: kB", "read: positions, kB of KV cache"
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,7 @@ def stand_in_checkpoints(small: Path, folder: Path) -> None:
         place = folder / name
         shutil.copytree(small / model, place)
         tokenizer = AutoTokenizer.from_pretrained(place)
-        tokenizer.chat_template = _CHAT_TEMPLATE
+        tokenizer.chat_template = CHAT_TEMPLATE
         tokenizer.save_pretrained(place)
         if name != BASE:
             config = json.loads((place / "config.json").read_text(encoding="utf-8"))
@@ -197,89 +194,78 @@ def rows_of(name: str) -> dict[str, EvaluationRow]:
     return {row.condition: row for row in rows if (row.dataset, row.task) == ("squad", "question_answering")}
 
 
-def stored(rows: Iterable[EvaluationRow]) -> list[str]:
-    """Return the kB that each row stores."""
-    sizes = [row.costs["memory_bytes"] / 1000 for row in rows]
-    return [f"{size:,.0f}" if size > 10 else f"{size:.1f}" for size in sizes]
+def _with(value: float, interval: Sequence[float], digits: int = 1) -> str:
+    return f"{value:.{digits}f} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
 
 
-def read(name: str, counts: Iterable[float]) -> list[str]:
-    """Return positions and kB of their keys and values in bfloat16, of which a slot has as many when it is read."""
+def f1_of(rows: Iterable[EvaluationRow]) -> list[str]:
+    """Return F1 with intervals."""
+    return [_with(row.metrics["f1"], row.intervals["f1"]) for row in rows]
+
+
+def squad_rows(name: str) -> dict[str, list[str]]:
+    """Return scores, baselines, differences and costs of a checkpoint on SQuAD by title.
+
+    Cells are those of no context, the full text and each ratio. A slot is read as one position of the KV cache, whose
+    size is that of bfloat16.
+    """
+    rows, ratios = rows_of(name), report_of(name).ratios("question_answering")
+    none, full, slots = rows["no_context"], rows["full_context"], [rows[f"ratio={ratio}"] for ratio in ratios]
     config = json.loads((ROOT / "checkpoints" / name / "config.json").read_text(encoding="utf-8"))["decoder_config"]
-    size = config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / 1000
-    return [f"{count:.0f}, {count * size:,.0f}" for count in counts]
+    position = config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / 1000
+    stored = [row.costs["memory_bytes"] / 1000 for row in (full, *slots)]
+    tokens = full.costs["decoder_positions"] - none.costs["decoder_positions"]
+    read = [tokens, *(row.costs["slots"] for row in slots)]
+    cells = {"compressed": f1_of((none, full, *slots))}
+    for kind, title in _BASELINES.items():
+        cells[title] = ["", "", *f1_of(rows[f"{kind}={ratio}"] for ratio in ratios)]
+    for kind, title in _BASELINES.items():
+        pairs = [row.differences[f"{kind}={ratio}"] for row, ratio in zip(slots, ratios, strict=True)]
+        cells[f"minus {title}"] = ["", "", *(_with(pair["difference"], pair["interval"]) for pair in pairs)]
+    cells["retention, %"] = ["", "", *(_with(row.retention, row.intervals["retention"], 0) for row in slots)]
+    cells[_STORED] = ["", *(f"{size:,.0f}" if size > 10 else f"{size:.1f}" for size in stored)]
+    cells[_READ] = ["", *(f"{count:.0f}, {count * position:,.0f}" for count in read)]
+    return cells
 
 
 def score_table() -> str:
     """Return README's table: F1 on SQuAD of two checkpoints and their baselines, what is stored and what is read."""
-    body = []
-
-    def add(title: str, *cells: str) -> None:
-        body.append([title, *cells, *[""] * (2 + len(_RATIOS) - len(cells))])
-
-    def f1(rows: Mapping[str, EvaluationRow], kind: str) -> list[str]:
-        conditions = [f"{kind}={ratio}" for ratio in _RATIOS]
-        return [f"{rows[condition].metrics['f1']:.1f}" for condition in conditions if condition in rows]
-
+    header, body = ["F1", "no context", "full text", *(f"{ratio}x" for ratio in _RATIOS)], []
     for name in CHECKPOINTS[:2]:
-        rows = rows_of(name)
-        none, full = rows["no_context"], rows["full_context"]
-        bounds = [f"{row.metrics['f1']:.1f}" for row in (none, full)]
-        link = f"[{name}](checkpoints/{name}/README.md), {none.num_samples:,} questions"
-        add(link, *bounds, *f1(rows, "ratio"))
-        for kind, title in _BASELINES.items():
-            add(f"{title[0].upper()}{title[1:]}, same budget", "", "", *f1(rows, kind))
+        cells, count = squad_rows(name), rows_of(name)["no_context"].num_samples
+        shown = {f"[{name}](checkpoints/{name}/README.md), {count:,} questions": cells["compressed"]}
+        shown |= {f"{title}, same budget": cells[title] for title in _BASELINES.values()}
         if name == CHECKPOINTS[1]:
-            add(f"{CHECKPOINTS[0]}, the same questions", "", "", *f1(rows_of(IN_COMMON), "ratio"))
-        slots = [rows[f"ratio={ratio}"] for ratio in _RATIOS if f"ratio={ratio}" in rows]
-        tokens = full.costs["decoder_positions"] - none.costs["decoder_positions"]
-        add("Stored: kB", "", *stored([full, *slots]))
-        add("Read: positions, kB of KV cache", "", *read(name, [tokens, *(row.costs["slots"] for row in slots)]))
-    return markdown_table(["F1", "no context", "full text", *(f"{ratio}x" for ratio in _RATIOS)], body)
+            common = [row for condition, row in rows_of(IN_COMMON).items() if condition.startswith("ratio=")]
+            shown[f"{CHECKPOINTS[0]}, the same questions"] = ["", "", *f1_of(common)]
+        for title, of in (shown | {title: cells[title] for title in (_STORED, _READ)}).items():
+            title = title if title.startswith(CHECKPOINTS[0]) else title[0].upper() + title[1:]
+            row = [title, *(cell.partition(" [")[0] for cell in of)]
+            body.append([*row, *[""] * (len(header) - len(row))])
+    return markdown_table(header, body)
 
 
 def interval_table(name: str) -> str:
     """Return the table of a checkpoint's page: F1 with intervals, differences on the same questions and retention."""
-    rows, ratios = rows_of(name), report_of(name).ratios("question_answering")
-    slots = [rows[f"ratio={ratio}"] for ratio in ratios]
-
-    def f1(row: EvaluationRow) -> str:
-        return _with(row.metrics["f1"], row.intervals["f1"])
-
-    body = [["compressed", *map(f1, slots)]]
-    for kind, title in _BASELINES.items():
-        body.append([title, *(f1(rows[f"{kind}={ratio}"]) for ratio in ratios)])
-    for kind, title in _BASELINES.items():
-        pairs = [row.differences[f"{kind}={ratio}"] for row, ratio in zip(slots, ratios, strict=True)]
-        body.append([f"minus {title}", *(_with(pair["difference"], pair["interval"]) for pair in pairs)])
-    body.append(["retention, %", *(_with(row.retention, row.intervals["retention"], 0) for row in slots)])
-    body.append(["stored: kB", *stored(slots)])
-    body.append(["read: positions, kB of KV cache", *read(name, [row.costs["slots"] for row in slots])])
-    none, full, seed = rows["no_context"], rows["full_context"], report_of(name).settings["seed"]
-    text = f"{none.num_samples:,} questions about {none.num_documents} paragraphs, seed {seed}. "
-    text += f"No context: {f1(none)}. Full text: {f1(full)}."
-    return f"{text}\n\n{markdown_table(['F1', *(f'{ratio}x' for ratio in ratios)], body)}"
+    report, cells, row = report_of(name), squad_rows(name), rows_of(name)["no_context"]
+    text = f"{row.num_samples:,} questions about {row.num_documents} paragraphs, seed {report.settings['seed']}. "
+    none, full = cells["compressed"][:2]
+    header = ["F1", *(f"{ratio}x" for ratio in report.ratios("question_answering"))]
+    table = markdown_table(header, [[title, *of[2:]] for title, of in cells.items()])
+    return f"{text}No context: {none}. Full text: {full}.\n\n{table}"
 
 
 def family_table(*names: str) -> str:
     """Return F1 on SQuAD of checkpoints whose questions are the same, and differences to each one's baselines."""
-    ratios, body = report_of(names[0]).ratios("question_answering"), []
+    body = []
     for name in names:
-        rows = rows_of(name)
-        slots = [rows[f"ratio={ratio}"] for ratio in ratios]
-        scores = [rows["no_context"], rows["full_context"], *slots]
+        cells = squad_rows(name)
         link = f"[{name.removeprefix('smollm2-135m-instruct-')}](../../checkpoints/{name}/README.md)"
-        body.append([link, *(_with(row.metrics["f1"], row.intervals["f1"]) for row in scores)])
-        for kind, title in _BASELINES.items():
-            pairs = [row.differences[f"{kind}={ratio}"] for row, ratio in zip(slots, ratios, strict=True)]
-            body.append([f"minus {title}", "", "", *(_with(pair["difference"], pair["interval"]) for pair in pairs)])
-        body.append(["retention, %", "", "", *(_with(row.retention, row.intervals["retention"], 0) for row in slots)])
-        body.append(["stored: kB", "", "", *stored(slots)])
+        body.append([link, *cells["compressed"]])
+        for title in (*(f"minus {baseline}" for baseline in _BASELINES.values()), "retention, %", _STORED):
+            body.append([title, "", "", *cells[title][2:]])
+    ratios = report_of(names[0]).ratios("question_answering")
     return markdown_table(["F1", "no context", "full text", *(f"{ratio}x" for ratio in ratios)], body)
-
-
-def _with(value: float, interval: Sequence[float], digits: int = 1) -> str:
-    return f"{value:.{digits}f} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
 
 
 def task_table(report: EvaluationReport, task: str) -> str:

@@ -60,7 +60,7 @@ def test_every_block_runs_or_is_of_a_kind_that_is_only_shown_and_cannot_run_here
 
 
 def test_links_lead_to_files_and_headings():
-    for here in (pages.README, ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")):
+    for here in (pages.README, ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")):
         text = here.read_text(encoding="utf-8")
         for target, heading in re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]+))?\)", text):
             path = (here.parent / target).resolve() if target else here
@@ -164,13 +164,6 @@ def test_the_tables_of_scores_are_those_of_the_result_files():
     for path in (pages.README, pages.SCORES / "README.md"):
         text = path.read_text(encoding="utf-8")
         assert pages.with_scores(text) == text, "run tests/pages.py --scores"
-
-
-def test_make_targets_exist():
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = set(re.findall(r"`make ([a-z-]+)`", README))
-    assert named
-    assert named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
 
 
 def test_every_method_of_the_register_has_its_row():

@@ -63,17 +63,9 @@ def test_the_code_of_each_page_runs_and_its_trainings_can_be_read(tmp_path: Path
     pages.base_of_letters("Qwen/Qwen3-0.6B", width=16)
     pages.base_of_letters("sentence-transformers/all-MiniLM-L6-v2", width=24, is_reversed=True)
     tokenizer = pages.letters_tokenizer("google/t5-v1_1-large")
-    t5 = T5Config(
-        vocab_size=len(tokenizer),
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.pad_token_id,
-    )
+    shape = {"vocab_size": len(tokenizer), "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    t5 = T5Config(**shape, **ids, decoder_start_token_id=tokenizer.pad_token_id)
     T5ForConditionalGeneration(t5).save_pretrained("google/t5-v1_1-large")
     for method, text in TEXTS.items():
         names, _ = pages.run_page(DOCS / "methods" / f"{method}.md")

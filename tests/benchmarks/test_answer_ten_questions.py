@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from byte_tokenizers import CHAT_TEMPLATE
 from transformers import PreTrainedTokenizerFast
 
 from context_compressors.data.task_tokens import add_task_tokens
@@ -14,10 +15,6 @@ from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.modeling.parts.prompting import opening_ids, question_ids
 
-CHAT = (
-    "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
 QUESTIONS = ["How long does a full charge take?", "How many years is the guarantee?"]
 
 
@@ -37,7 +34,7 @@ def checkpoint(
         ids = add_task_tokens(own)
         model = ICAEForCausalLM.from_base(base, **fields, position_layout="enhanced", task_token_ids=ids)
     else:
-        own.chat_template = CHAT
+        own.chat_template = CHAT_TEMPLATE
         model = MeanPoolingForCausalLM.from_base(
             base, **fields, prompt_format="chat", slots_after_ids=opening_ids(own)
         )

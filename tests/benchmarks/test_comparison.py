@@ -5,15 +5,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from byte_tokenizers import CHAT_TEMPLATE
 from transformers import AutoModelForCausalLM
 
-from context_compressors.training.arguments import parse_recipe
+from context_compressors.training.arguments import parse_recipe, read_recipe
 from context_compressors.training.train import build_trainer
 
-CHAT = (
-    "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
 # Read last: sources of a toy, and what keeps it small. Nothing of the methods.
 SMALL = {
     "sources": [{"generated": True, "tasks": ["question_answering", "reconstruction"], "weight": 1}],
@@ -26,17 +23,13 @@ SMALL = {
 }
 
 
-def trained(table: dict) -> dict:
-    return {name: entry for name, entry in table["family"].items() if entry.get("trains", True)}
-
-
 @pytest.fixture
 def chat_base(base: Path, tokenizer, tmp_path: Path) -> Path:
     """The tiny base as an instruct model."""
     folder = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(folder)
     own = type(tokenizer).from_pretrained(base)
-    own.chat_template = CHAT
+    own.chat_template = CHAT_TEMPLATE
     own.save_pretrained(folder)
     return folder
 
@@ -49,7 +42,7 @@ def test_all_methods_learn_from_the_same_examples_in_the_same_order(
     small = tmp_path / "small.yaml"
     small.write_text(yaml.safe_dump(SMALL))
     seen, schedules, ratios = {}, {}, {}
-    for name in trained(systems.table):
+    for name in (name for name, entry in systems.table["family"].items() if entry.get("trains", True)):
         recipe = [*plan.SHARED, *systems.recipe_of(name), "smollm2/cpu.yaml"]
         entry = systems.table["family"][name]
         leader = entry.get("behind")
@@ -62,7 +55,7 @@ def test_all_methods_learn_from_the_same_examples_in_the_same_order(
         has_all = leader or model.method_config["compression_ratios"] == systems.table["ratios"]
         ratios[name] = (args.ratio_schedule, args.ratio_mode) if has_all else ()
         if entry.get("round", 1) == 1:
-            is_shallow = "encoder_layers" in recipe_file(recipe[-2]).read_text()
+            is_shallow = "encoder_layers" in str(read_recipe(recipe[-2]))
             changes = {"method_config": {"encoder_layers": 1}} if is_shallow else {}
             small.write_text(yaml.safe_dump({**SMALL, **changes}))
             trainer = build_trainer(*parse_recipe([*recipe, str(small), *options]))
@@ -81,9 +74,3 @@ def test_all_methods_learn_from_the_same_examples_in_the_same_order(
         "xrag",
     }
     assert {schedule for schedule in map(str, ratios.values()) if schedule != "()"} == {str(ratios[first])}
-
-
-def recipe_file(name: str) -> Path:
-    import context_compressors.training
-
-    return Path(context_compressors.training.__file__).parent / "recipes" / name

@@ -65,57 +65,6 @@ def test_the_committed_page_is_that_of_the_committed_file(script, tmp_path: Path
         assert (tmp_path / name).read_text() == (plan.HERE / name).read_text(), name
 
 
-@pytest.mark.slow
-def test_published_rows_stay_until_as_much_is_answered_again(
-    script, comparison, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    results, page = script("comparison.results"), script("comparison.page")
-    first, second = (comparison(tmp_path / name) for name in ("first", "second"))
-    right, wrong = [f"Nora Zill {number}" for number in range(12)], ["bees"] * 12
-    for systems in (first, second):
-        ask(systems, tokenizer)
-        systems.table["orderings"] = [["bm25", "cut"], ["bm25", "longllmlingua"]]
-    for name, answers in (("bm25", right), ("longllmlingua", wrong)):
-        for ratio in (2, 4, 8):
-            write_answers(first.peers, name, ratio, answers, first.table)
-    write_answers(first.peers, "no_context", 0, wrong, first.table)
-    write_answers(first.peers, "full_context", 1, right, first.table)
-    write_answers(first.times("bm25").parent, "bm25", 2, right, first.table)
-    page.write(results.gather(first), tmp_path)
-    published = script("comparison.plan").read_results(tmp_path / "comparison.json")
-    assert all("by_question" in row for row in published["rows"] if row["set"] != "mean")
-    monkeypatch.setattr(script("comparison.plan"), "PUBLISHED", tmp_path / "comparison.json")
-    for ratio in (2, 4, 8):
-        write_answers(second.peers, "cut", ratio, [*right[:6], *wrong[6:]], second.table)
-    # Not all of what is published.
-    write_answers(second.peers, "bm25", 2, wrong, second.table)
-    content = results.gather(second)
-    assert [row for row in content["rows"] if row["system"] != "cut"] == published["rows"]
-    found = {entry["second"]: entry["ratios"][0] for entry in content["orderings"] if entry["first"] == "bm25"}
-    assert (found["cut"]["difference"], found["cut"]["verdict"]) == (50, "higher")
-    assert found["longllmlingua"] == published["orderings"][1]["ratios"][0]
-    row = next(row for row in content["rows"] if (row["system"], row["ratio"], row["set"]) == ("cut", 4, "squad"))
-    assert row["scores"]["retention"] == 50, "from published bounds"
-
-    # A file without scores by question: its rows stay, and cannot be paired.
-    for row in published["rows"]:
-        row.pop("by_question", None)
-    (tmp_path / "comparison.json").write_text(json.dumps(published))
-    (tmp_path / "by_question.json").unlink()
-    again = comparison(tmp_path / "second")
-    again.table["orderings"] = second.table["orderings"]
-    content = results.gather(again)
-    assert [row for row in content["rows"] if row["system"] != "cut"] == published["rows"]
-    assert [entry["ratios"][0]["verdict"] for entry in content["orderings"]][:2] == ["not run"] * 2
-
-    for ratio in (4, 8):
-        write_answers(second.peers, "bm25", ratio, wrong, second.table)
-    content = results.gather(again)
-    row = next(row for row in content["rows"] if (row["system"], row["set"]) == ("bm25", "mean"))
-    assert row["scores"]["f1"] == 0, "all of it is answered again"
-    assert row["costs"]["answer_seconds"] == 0.2, "not timed again"
-
-
 def test_the_documents_of_the_committed_file_are_apart(script):
     plan = script("comparison.plan")
     content = plan.read_results(plan.PUBLISHED)

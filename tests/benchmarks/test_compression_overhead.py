@@ -3,7 +3,6 @@
 
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -12,25 +11,6 @@ from transformers import LlamaConfig
 from context_compressors.modeling.parts.pooling import mean_pool
 
 TOY = ["--hidden-size", "32", "--head-dim", "16", "--layers", "1", "--vocab-size", "64", "--device", "cpu"]
-
-
-# --- tools ---
-
-
-def test_peak_memory_counts_what_is_held_at_once_and_not_what_was_there_before(script):
-    tools: ModuleType = script("common.tools")
-    weights = torch.zeros(1000, 1000)
-
-    def one_after_the_other() -> None:
-        for _ in range(3):
-            weights + 1
-
-    device = torch.device("cpu")
-    assert tools.peak_bytes(one_after_the_other, device) == pytest.approx(4_000_000, rel=0.01)
-    assert tools.peak_bytes(lambda: [weights + 1, weights + 2], device) == pytest.approx(8_000_000, rel=0.01)
-
-
-# --- compression overhead ---
 
 
 def test_compression_overhead_writes_a_row_for_every_method_and_length(

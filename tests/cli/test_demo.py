@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from byte_tokenizers import byte_tokenizer, tiny_llama
+from byte_tokenizers import CHAT_TEMPLATE, byte_tokenizer, tiny_llama
 
 from context_compressors import demo
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
@@ -16,10 +16,6 @@ from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCau
 from context_compressors.modeling.parts.prompting import opening_ids
 
 PAGES = demo.read_pages()
-CHAT = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +24,7 @@ def checkpoint(tmp_path_factory):
     tokenizer = byte_tokenizer(bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>")
     llama = tiny_llama(tokenizer, max_position_embeddings=8192)
     torch.manual_seed(0)
-    tokenizer.chat_template = CHAT
+    tokenizer.chat_template = CHAT_TEMPLATE
     fields = {"decoder_config": llama, "compression_ratios": (4, 16), "chunk_size": 512}
     fields |= {"prompt_format": "chat", "slots_after_ids": opening_ids(tokenizer)}
     model = MeanPoolingForCausalLM(MeanPoolingConfig(**fields))

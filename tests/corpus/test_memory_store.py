@@ -12,13 +12,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from random_memories import assert_same, make_memory
 
 from context_compressors import MemoryStore
 from context_compressors.corpus.memory_columns import MemoryForm
 from context_compressors.modeling.memory.carriers import map_carrier, scale_tensors
-
-sys.path.append(os.path.join(os.path.dirname(__file__), "..", "modeling"))
-from random_memories import assert_same, make_memory
 
 IDS = ["a", "it's", "empty", "d/e"]
 

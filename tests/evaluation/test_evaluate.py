@@ -36,25 +36,31 @@ from context_compressors.training.objectives.compression_collator import Compres
 TOKEN_TEMPLATE = "\n### Question:\n{}\n### Answer:\n"
 
 
+REPEATED = [(row["context"], "\nRepeat the text above:", row["context"]) for row in ROWS]
+TEXTS = [{"text": "abcdefghijkl"}, {"text": "The cat sat "}]
+CONTINUED = [(row["text"][:8], "", row["text"][8:]) for row in TEXTS]
+WINDOWS = {"tasks": (CONTINUATION,), "context_tokens": 8, "continuation_tokens": 4}
+
+
+def assert_naive(report, task, model, tokenizer, triples, conditions=CONDITIONS, **options):
+    """Compare the report's scores with the naive twin's."""
+    for condition in conditions:
+        for metric, expected in naive_scores(model, tokenizer, condition, triples, **options).items():
+            if metric in report.metric_names(task):
+                found = report.score("tiny", task, condition, metric)
+                assert found == pytest.approx(expected, rel=1e-4), (condition, metric)
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_reconstruction_equals_the_naive_twin_under_every_condition(model, tokenizer, batch_size):
     report = run(model, tokenizer, tasks=(RECONSTRUCTION,), batch_size=batch_size)
     assert report.conditions(RECONSTRUCTION) == CONDITIONS
-    triples = [(row["context"], "\nRepeat the text above:", row["context"]) for row in ROWS]
-    for condition in CONDITIONS:
-        for metric, expected in naive_scores(model, tokenizer, condition, triples).items():
-            assert report.score("tiny", RECONSTRUCTION, condition, metric) == pytest.approx(expected, rel=1e-4), (
-                condition
-            )
+    assert_naive(report, RECONSTRUCTION, model, tokenizer, REPEATED)
 
 
 def test_continuation_equals_the_naive_twin(model, tokenizer):
-    rows = [{"text": "abcdefghijkl"}, {"text": "The cat sat "}]
-    report = run(model, tokenizer, rows, tasks=(CONTINUATION,), context_tokens=8, continuation_tokens=4)
-    triples = [(row["text"][:8], "", row["text"][8:]) for row in rows]
-    for condition in CONDITIONS:
-        expected = naive_scores(model, tokenizer, condition, triples, ends=True)["perplexity"]
-        assert report.score("tiny", CONTINUATION, condition, "perplexity") == pytest.approx(expected, rel=1e-4)
+    report = run(model, tokenizer, TEXTS, **WINDOWS)
+    assert_naive(report, CONTINUATION, model, tokenizer, CONTINUED, ends=True)
 
 
 @pytest.mark.slow
@@ -87,20 +93,14 @@ def test_full_and_no_context_come_from_the_teacher_when_there_is_one(model, teac
     report = run(model, tokenizer, teacher=teacher, tasks=(RECONSTRUCTION,))
     assert report.bounds == "teacher"
     assert run(model, tokenizer, tasks=(RECONSTRUCTION,)).bounds == "own_decoder"
-    triples = [(row["context"], "\nRepeat the text above:", row["context"]) for row in ROWS]
-    for condition in CONDITIONS:
-        reader = None if condition.startswith("ratio") else teacher
-        expected = naive_scores(model, tokenizer, condition, triples, reader)["perplexity"]
-        assert report.score("tiny", RECONSTRUCTION, condition, "perplexity") == pytest.approx(expected, rel=1e-4)
+    assert_naive(report, RECONSTRUCTION, model, tokenizer, REPEATED, CONDITIONS[:2], reader=teacher)
+    assert_naive(report, RECONSTRUCTION, model, tokenizer, REPEATED, CONDITIONS[2:])
 
 
 def test_a_plain_language_model_has_full_and_no_context(teacher, tokenizer):
     report = run(teacher, tokenizer, tasks=(RECONSTRUCTION, QA))
-    assert report.conditions(RECONSTRUCTION) == report.conditions(QA) == ["no_context", "full_context"]
-    triples = [(row["context"], "\nRepeat the text above:", row["context"]) for row in ROWS]
-    for condition in ("no_context", "full_context"):
-        for metric, expected in naive_scores(teacher, tokenizer, condition, triples).items():
-            assert report.score("tiny", RECONSTRUCTION, condition, metric) == pytest.approx(expected, rel=1e-4)
+    assert report.conditions(RECONSTRUCTION) == report.conditions(QA) == CONDITIONS[:2]
+    assert_naive(report, RECONSTRUCTION, teacher, tokenizer, REPEATED, CONDITIONS[:2])
     assert report.num_parameters == teacher.num_parameters()
     assert report.settings["ratios"] == []
     assert "| full_context" in report_markdown(report)
@@ -109,12 +109,10 @@ def test_a_plain_language_model_has_full_and_no_context(teacher, tokenizer):
 def test_zero_shot_is_the_base_with_the_adapters_off(model, tokenizer, folders):
     report = run(model, tokenizer, tasks=(RECONSTRUCTION,), zero_shot=True)
     base = LlamaForCausalLM.from_pretrained(folders / "base").eval()
-    triples = [(row["context"], "\nRepeat the text above:", row["context"]) for row in ROWS]
-    for condition in ("zero_shot_no_context", "zero_shot_full_context"):
-        expected = naive_scores(model, tokenizer, condition, triples, base)["perplexity"]
-        assert report.score("tiny", RECONSTRUCTION, condition, "perplexity") == pytest.approx(expected, rel=1e-4)
+    bounds = [f"zero_shot_{name}" for name in CONDITIONS[:2]]
+    assert_naive(report, RECONSTRUCTION, model, tokenizer, REPEATED, bounds, reader=base)
     own = report.score("tiny", RECONSTRUCTION, "no_context", "perplexity")
-    assert abs(own / report.score("tiny", RECONSTRUCTION, "zero_shot_no_context", "perplexity") - 1) > 1e-3
+    assert abs(own / report.score("tiny", RECONSTRUCTION, bounds[0], "perplexity") - 1) > 1e-3
 
 
 def test_zero_shot_refuses_a_checkpoint_whose_base_trained(model, tokenizer, monkeypatch):
@@ -157,20 +155,13 @@ def test_restoration_scores_are_of_what_the_model_writes(model, tokenizer, condi
 
 
 def test_a_task_token_starts_the_text_behind_slots_and_needs_no_words(token_model, tokenizer):
-    report = run(token_model, tokenizer, tasks=(RECONSTRUCTION,))
+    report, config = run(token_model, tokenizer, tasks=(RECONSTRUCTION,)), token_model.config
     assert report.settings["prompts"] == "memory_tokens"
-    triples = [(row["context"], "", row["context"]) for row in ROWS]
-    for condition in CONDITIONS:
-        start = token_model.config.reconstruction_token_id
-        for metric, expected in naive_scores(token_model, tokenizer, condition, triples, start=start).items():
-            assert report.score("tiny", RECONSTRUCTION, condition, metric) == pytest.approx(expected, rel=1e-4)
-    rows = [{"text": "abcdefghijkl"}, {"text": "The cat sat "}]
-    report = run(token_model, tokenizer, rows, tasks=(CONTINUATION,), context_tokens=8, continuation_tokens=4)
-    triples = [(row["text"][:8], "", row["text"][8:]) for row in rows]
-    for condition in CONDITIONS:
-        start = token_model.config.continuation_token_id
-        expected = naive_scores(token_model, tokenizer, condition, triples, start=start, ends=True)["perplexity"]
-        assert report.score("tiny", CONTINUATION, condition, "perplexity") == pytest.approx(expected, rel=1e-4)
+    wordless = [(context, "", target) for context, _, target in REPEATED]
+    assert_naive(report, RECONSTRUCTION, token_model, tokenizer, wordless, start=config.reconstruction_token_id)
+    report = run(token_model, tokenizer, TEXTS, **WINDOWS)
+    start = {"start": config.continuation_token_id, "ends": True}
+    assert_naive(report, CONTINUATION, token_model, tokenizer, CONTINUED, **start)
 
 
 @pytest.mark.parametrize("mode", ["no_context", "full_context"])
@@ -279,18 +270,8 @@ def test_rounded_memories_answer_in_place_of_exact_ones(model, tokenizer, monkey
 def test_every_score_has_an_interval_over_documents_and_retention_one_of_its_own(model, tokenizer):
     rows = [{"context": f"{word} cat", "question": f"Who {n}?"} for word in "abcd" for n in "12"]
     # What is right is what one of the conditions writes, so that each of them is sometimes right.
-    writers = [
-        "full_context",
-        "full_context",
-        "ratio=2",
-        "full_context",
-        "ratio=4",
-        "no_context",
-        "ratio=2",
-        "ratio=4",
-    ]
-    for row, writer in zip(rows, writers, strict=True):
-        row["answers"] = naive_answers(model, tokenizer, writer, [row], 6)
+    for row, writer in zip(rows, (1, 1, 2, 1, 3, 0, 2, 3), strict=True):
+        row["answers"] = naive_answers(model, tokenizer, CONDITIONS[writer], [row], 6)
     report = run(model, tokenizer, rows, tasks=(QA,), num_resamples=200, seed=4)
     assert report.score("tiny", QA, "full_context", "f1") > report.score("tiny", QA, "no_context", "f1")
     statistics = {name: mean_statistic([of.scores[name]["f1"] for of in report.answers]) for name in CONDITIONS}

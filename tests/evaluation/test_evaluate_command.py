@@ -56,17 +56,6 @@ def test_command_reports_wrong_values_without_a_traceback(folders, tmp_path, cap
     assert "--plots draws quality by ratio, and nothing is compressed here" in capsys.readouterr().err
 
 
-def test_command_scores_a_plain_language_model(folders, tmp_path, capsys):
-    output = tmp_path / "results.json"
-    generated = "{generated: true, document_tokens: 150, max_samples: 2}"
-    argv = [str(folders / "teacher"), "--data", generated, "--device", "cpu"]
-    argv += ["--tasks", CONTINUATION, "--config", "{context_tokens: 8, continuation_tokens: 4}"]
-    assert main([*argv, "--output", str(output)]) == 0
-    assert {row["condition"] for row in json.loads(output.read_text())["rows"]} == {"no_context", "full_context"}
-    assert main([*argv, "--plots", str(tmp_path)]) == 1
-    assert "--plots draws quality by ratio, and nothing is compressed here" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_merged_adapters_answer_as_those_beside_the_weights(folders, qa_file, tmp_path, capsys):
     argv = [str(folders / "tiny-compressor"), "--data-dir", str(tmp_path), "--data", "qa_rows.parquet", "--tasks", QA]
@@ -135,22 +124,6 @@ def test_command_keeps_answers_and_goes_on_with_its_report(folders, qa_file, tmp
     assert "2 of 2 documents of 'a' chose tiny-compressor, by results.json (samples" in capsys.readouterr().err
     assert main([argv[0], "--data", "generated", "--resume"]) == 1
     assert "--resume goes on with what is in --output: name it" in capsys.readouterr().err
-
-
-def test_ratios_alone_are_drawn_and_the_report_is_printed_before(folders, qa_file, tmp_path, capsys, monkeypatch):
-    argv = [str(folders / "tiny-compressor"), "--data", f"{qa_file}#1", "--tasks", CONTINUATION, "--ratios", "4"]
-    argv += ["--config", "{ratios_only: true, context_tokens: 8, continuation_tokens: 4}", "--device", "cpu"]
-    argv += ["--plots", str(tmp_path / "plots")]
-    assert main(argv) == 0
-    assert [path.name for path in (tmp_path / "plots").iterdir()] == [f"{CONTINUATION}_by_ratio.png"]
-
-    def failing(*arguments):
-        raise ValueError("no picture")
-
-    monkeypatch.setattr("context_compressors.evaluation.plots.write_plots", failing)
-    capsys.readouterr()
-    assert main(argv) == 1
-    assert "| ratio=4" in capsys.readouterr().out
 
 
 @pytest.mark.slow

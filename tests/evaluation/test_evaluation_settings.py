@@ -2,7 +2,7 @@
 """An evaluation refuses wrong settings, and its report holds the settings that it ran with."""
 
 import pytest
-from naive_twin import QA, RECONSTRUCTION, ROWS, SUMMARIZATION, run
+from naive_twin import QA, RECONSTRUCTION, ROWS, SUMMARIZATION
 
 from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.evaluation.evaluate import evaluate_model
@@ -20,13 +20,6 @@ def test_a_task_runs_on_the_data_sets_that_have_its_columns(model, tokenizer):
     assert report.datasets(RECONSTRUCTION) == ["qa", "text"]
     assert report.datasets(RECONSTRUCTION, "out") == ["text"]
     assert report.ratios(QA) == [4]
-
-
-def test_untrained_ratios_are_refused_unless_allowed(model, tokenizer):
-    with pytest.raises(ValueError, match=r"not trained for the ratios \[3\], only for \[2, 4\]"):
-        run(model, tokenizer, tasks=(RECONSTRUCTION,), ratios=(2, 3))
-    report = run(model, tokenizer, tasks=(RECONSTRUCTION,), ratios=(2, 3), allow_untrained_ratio=True)
-    assert report.ratios(RECONSTRUCTION) == [2, 3]
 
 
 @pytest.mark.parametrize(

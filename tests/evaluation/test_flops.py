@@ -48,9 +48,6 @@ def counted(function) -> int:
     return counter.get_total_flops()
 
 
-# --- equations 9 and 10 ---
-
-
 # --- section 4.3 and equation 11 ---
 
 

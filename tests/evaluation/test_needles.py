@@ -69,14 +69,8 @@ def test_contexts_go_on_in_the_next_text_and_behind_the_last_one_in_the_first(to
 def test_the_command_asks_for_needles_at_each_length(folders, tokenizer, tmp_path, capsys):
     (tmp_path / "books.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     output = tmp_path / "needles.json"
-    argv = [
-        "evaluate",
-        str(folders / "tiny-compressor"),
-        "--tasks",
-        "needles",
-        "--data",
-        str(tmp_path / "books.jsonl") + "#6",
-    ]
+    argv = ["evaluate", str(folders / "tiny-compressor"), "--tasks", "needles"]
+    argv += ["--data", str(tmp_path / "books.jsonl") + "#6"]
     argv += ["--max-new-tokens", "2", "--ratios", "2", "--device", "cpu", "--output", str(output)]
     assert cli.main([*argv, "--lengths", "100", "160", "--plots", str(tmp_path / "plots")]) == 0
     report = EvaluationReport.load(output)

@@ -2,6 +2,7 @@
 """Comparisons on the very same samples: their difference, its interval, and what it tells."""
 
 import json
+import math
 import random
 from dataclasses import replace
 
@@ -78,6 +79,11 @@ def test_a_perplexity_is_compared_in_nats():
     found = paired_difference(first, second, "perplexity", "ratio=4")
     assert found.difference == pytest.approx(0.0)
     assert found.verdict == "inconclusive"
+    # Of one document there is no interval.
+    alone = [[replace(sample, document=0) for sample in samples[:1]] for samples in (first, second)]
+    found = paired_difference(*alone, "perplexity", "ratio=4")
+    assert found.difference == pytest.approx(math.log(2 / 4))
+    assert (math.isnan(found.interval[0]), found.verdict) == (True, "inconclusive")
     with pytest.raises(ValueError, match="bleu is a score of a whole corpus"):
         paired_difference(first, second, "bleu", "ratio=4")
 
@@ -144,17 +150,3 @@ def test_command_compares_conditions_and_systems(tmp_path, capsys):
         write_answers(samples, tmp_path / f"{name}.jsonl")
     (row,) = rows_of(a0, b, "--conditions", "ratio=4")
     assert (row[1], row[9:11]) == ("benchmark_score", ["-5.00 [-5.00, -5.00]", "worse"])
-
-
-def test_a_single_document_has_a_difference_without_an_interval_and_perplexities_are_in_nats(tmp_path, capsys):
-    for name, score in (("a", 4.0), ("b", 2.0)):
-        samples = [replace(sample, task="continuation", document=0) for sample in answers_of([score, score])]
-        for sample in samples:
-            sample.scores["ratio=4"] = {"perplexity": score}
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{sample.to_json()}\n" for sample in samples))
-    out = tmp_path / "out.json"
-    assert main(["compare", *(str(tmp_path / f"{name}.jsonl") for name in "ab"), "--output", str(out)]) == 0
-    cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")]
-    assert (cells[2], cells[8:12]) == ("perplexity, nats a token", ["1.39", "0.69", "0.69", "inconclusive"])
-    (found,) = json.loads(out.read_text())["differences"]
-    assert (found["metric"], found["interval"]) == ("perplexity", [None, None])

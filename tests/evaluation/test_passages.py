@@ -4,11 +4,9 @@
 import json
 from dataclasses import replace
 
-import pytest
 import torch
 from naive_twin import encode
 
-from context_compressors.data.sources import DataSource
 from context_compressors.evaluation.data_sets import load_datasets
 from context_compressors.evaluation.samples import SampleBuilder
 from context_compressors.evaluation.scoring import Condition, Scorer
@@ -18,15 +16,10 @@ from context_compressors.modeling.parts.text_ids import context_start_ids
 PASSAGES = ["Berth 4 belongs to Nora.", "Bob keeps eleven bees."]
 
 
-@pytest.fixture
-def source(tmp_path):
+def test_an_evaluation_compresses_each_passage_alone(model, tokenizer, tmp_path):
     row = {"id": "q", "context": PASSAGES, "question": "Who keeps bees?", "answers": ["Bob"]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    return DataSource(path=str(tmp_path / "rows.jsonl"))
-
-
-def test_an_evaluation_compresses_each_passage_alone(source, model, tokenizer):
-    (data,) = load_datasets([source], tokenizer)
+    (data,) = load_datasets([str(tmp_path / "rows.jsonl")], tokenizer)
     settings = EvaluationSettings(max_new_tokens={"question_answering": 4}, allow_untrained_ratio=True)
     (sample,) = SampleBuilder(tokenizer, settings).build(data, "question_answering")
     assert tokenizer.decode(sample.context_ids) == "\n\n".join(PASSAGES)

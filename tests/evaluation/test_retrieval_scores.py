@@ -138,15 +138,10 @@ def test_a_corpus_in_parts_has_the_scores_of_one_in_memory(retriever, tokenizer,
     assert evaluate_bm25(judged)[0]["ndcg_at_10"] > 80
 
 
-@pytest.fixture
-def saved(retriever, tokenizer, tmp_path):
-    retriever.save_pretrained(tmp_path / "retriever")
-    tokenizer.save_pretrained(tmp_path / "retriever")
-    return tmp_path / "retriever"
-
-
-def test_ratios_and_bm25_are_compared_query_by_query(saved, beir, tmp_path, capsys):
-    output, kept = tmp_path / "scores.json", tmp_path / "kept" / "queries.jsonl"
+def test_ratios_and_bm25_are_compared_query_by_query(retriever, tokenizer, beir, tmp_path, capsys):
+    saved, output, kept = tmp_path / "retriever", tmp_path / "scores.json", tmp_path / "kept" / "queries.jsonl"
+    retriever.save_pretrained(saved)
+    tokenizer.save_pretrained(saved)
     argv = ["evaluate", str(saved), "--tasks", "retrieval", "--data", str(beir), "--device", "cpu"]
     argv += ["--output", str(output), "--keep-answers", str(kept), "--alternatives", "bm25", "--ratios", "4", "2"]
     assert cli.main(argv) == 0

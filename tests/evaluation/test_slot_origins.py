@@ -3,22 +3,17 @@
 
 import pytest
 import torch
-from byte_tokenizers import byte_tokenizer
-from transformers import LlamaConfig
+from byte_tokenizers import SHAPE, byte_tokenizer, tiny_llama
 
-from context_compressors.configuration.configuration_comprexit import ComprExITConfig
-from context_compressors.configuration.configuration_icae import ICAEConfig
-from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
-from context_compressors.configuration.configuration_ranked_key_values import RankedKeyValuesConfig
-from context_compressors.configuration.configuration_snap_kv import SnapKVConfig
-from context_compressors.configuration.configuration_streaming_llm import StreamingLLMConfig
+from context_compressors import (
+    ComprExITForCausalLM,
+    ICAEForCausalLM,
+    MeanPoolingForCausalLM,
+    RankedKeyValuesForCausalLM,
+    SnapKVForCausalLM,
+    StreamingLLMForCausalLM,
+)
 from context_compressors.evaluation.slot_origins import attention_by_head, information_flow, one_chunk, slot_origins
-from context_compressors.modeling.modeling_comprexit import ComprExITForCausalLM
-from context_compressors.modeling.modeling_icae import ICAEForCausalLM
-from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-from context_compressors.modeling.modeling_ranked_key_values import RankedKeyValuesForCausalLM
-from context_compressors.modeling.modeling_snap_kv import SnapKVForCausalLM
-from context_compressors.modeling.modeling_streaming_llm import StreamingLLMForCausalLM
 from context_compressors.modeling.parts.cache_name import CACHE
 
 TEXT = "The mill\nstands by the river, for $3 a day or $4."
@@ -31,38 +26,22 @@ def tokenizer():
     return byte_tokenizer([*names.values()], **names)
 
 
-@pytest.fixture(scope="module")
-def llama(tokenizer):
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-
-
-def build(model_class, config):
+def build(model_class, tokenizer, **fields):
     torch.manual_seed(0)
-    return model_class(config).eval()
+    llama = tiny_llama(tokenizer, **{**SHAPE, "num_hidden_layers": 3}, initializer_range=0.3)
+    return model_class(model_class.config_class(decoder_config=llama, **fields)).eval()
 
 
-def test_origins_of_slots_are_what_each_method_makes_them_of(llama, tokenizer):
-    config = ComprExITConfig(decoder_config=llama, compression_ratios=(4, 8), window_size=16, gate_size=8)
-    comprexit = build(ComprExITForCausalLM, config)
-    icae = build(ICAEForCausalLM, ICAEConfig(decoder_config=llama, compression_ratios=(4, 8), chunk_size=64))
+def test_origins_of_slots_are_what_each_method_makes_them_of(tokenizer):
+    both = {"compression_ratios": (4, 8)}
+    comprexit = build(ComprExITForCausalLM, tokenizer, window_size=16, gate_size=8, **both)
+    icae = build(ICAEForCausalLM, tokenizer, chunk_size=64, **both)
     ids = tokenizer(2 * TEXT).input_ids
     rows = torch.tensor([ids])
 
     # The windows, of two chunks: without an encoder a slot is the mean of its tokens' embeddings.
-    config = MeanPoolingConfig(
-        decoder_config=llama, encoder_type="embeddings", linear_after_pooling=False, chunk_size=63
-    )
-    pooling = build(MeanPoolingForCausalLM, config)
+    fields = {"encoder_type": "embeddings", "linear_after_pooling": False, "chunk_size": 63}
+    pooling = build(MeanPoolingForCausalLM, tokenizer, **fields)
     origins = slot_origins(pooling, ids, 4)
     assert (origins.kind, [tuple(chunk.shape) for chunk in origins.chunks]) == ("windows", [(16, 63), (9, 35)])
     embeddings = pooling.get_input_embeddings()(rows)[0].split(63)
@@ -87,11 +66,8 @@ def test_origins_of_slots_are_what_each_method_makes_them_of(llama, tokenizer):
     torch.testing.assert_close(origins.chunks[1], last / last.sum(dim=1, keepdim=True))
 
     # What stays: values of the first layer are the base's own, wherever their tokens stand.
-    for model_class, config_class in (
-        (StreamingLLMForCausalLM, StreamingLLMConfig),
-        (SnapKVForCausalLM, SnapKVConfig),
-    ):
-        model = build(model_class, config_class(decoder_config=llama, compression_ratios=(4,)))
+    for model_class in (StreamingLLMForCausalLM, SnapKVForCausalLM):
+        model = build(model_class, tokenizer, compression_ratios=(4,))
         origins = slot_origins(model, ids)
         assert (origins.kind, origins.chunks[0].shape) == ("kept", (25, 98))
         torch.testing.assert_close(origins.chunks[0].sum(dim=1), torch.ones(25))
@@ -101,7 +77,7 @@ def test_origins_of_slots_are_what_each_method_makes_them_of(llama, tokenizer):
             torch.testing.assert_close(origins.chunks[0] @ values, kept)
 
     # Heads that keep unlike numbers of them: pairs of a layer's places may be another layer's.
-    ranked = build(RankedKeyValuesForCausalLM, RankedKeyValuesConfig(decoder_config=llama, compression_ratios=(4,)))
+    ranked = build(RankedKeyValuesForCausalLM, tokenizer, compression_ratios=(4,))
     origins, memory = slot_origins(ranked, ids), ranked.compress(rows)
     assert (origins.kind, origins.chunks[0].shape) == ("kept", (25, 98))
     chunks, _ = one_chunk(ranked.model, rows, None, 4)

@@ -3,20 +3,14 @@
 
 import os
 import random
-import sys
 from functools import cache, partial
 from itertools import product
-from pathlib import Path
 
+import decal_models
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-
-# The tables of tiny models.
-sys.path.append(str(Path(__file__).parents[1] / "modeling"))
-
-import decal_models
 from tiny_bases import VOCAB_SIZE
 from tiny_models import METHOD_CASES, TRAINING_FREE_CASES
 

@@ -7,13 +7,11 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from tokenizers import Tokenizer, models, processors
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from context_compressors.configuration.configuration_decal import DeCALConfig
-from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.configuration.methods import METHODS, config_class
-from context_compressors.data.task_tokens import add_task_tokens
 from context_compressors.hub_cards.cards import Score, method_text, model_card
 
 TRAINING = "Steps: 48,000"
@@ -75,25 +73,6 @@ def test_every_method_has_a_text_with_its_citation(method):
     assert "@" in method_text(config_class(method)()).partition("```bibtex")[2]
     assert "$" not in text
     assert ModelCard(text).data.tags[-1] == method.replace("_", "-")
-
-
-def test_the_snippet_of_a_method_with_task_tokens_asks_behind_its_token(tmp_path):
-    backend = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "<s>": 2, "</s>": 3}, merges=[]))
-    # As in Llama: whatever is tokenized gets BOS in front.
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    add_task_tokens(tokenizer)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    llama = LlamaConfig(vocab_size=4, bos_token_id=2, eos_token_id=3, **sizes)
-    torch.manual_seed(0)
-    config = ICAEConfig(decoder_config=llama, compression_ratios=4, chunk_size=8)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    text = model_card(config, TRAINING, [], LIMITS, model_id=str(tmp_path))
-    code = text.partition("```python\n")[2].partition("```")[0]
-    names = {"document": "abba", "question": "ab"}
-    exec(code.replace("document.safetensors", str(tmp_path / "document.safetensors")), names)
-    assert names["answer"][0, :3].tolist() == [config.continuation_token_id, 0, 1]
 
 
 @pytest.mark.parametrize("placement", ["decoder", "encoder"])

@@ -16,7 +16,6 @@ import pytest
 from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(Path(__file__).parent))
 
 _TRACKIO = tempfile.TemporaryDirectory(prefix="trackio-")
 # Read when these packages are imported: nothing is reported to anybody, and runs are kept in a folder of the tests.

@@ -4,22 +4,18 @@
 import os
 import signal
 import socket
-import string
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "modeling"))
 
 import decal_models
 import pages
+import pytest
+import torch
+from byte_tokenizers import CHAT_TEMPLATE
 from running_server import QUESTION, TEXTS, about, openai, server, text_of, together
+from tiny_bases import tiny_tokenizer
 from tiny_models import METHODS, TRAINING_FREE, Case
+from transformers import AutoTokenizer
 
 from context_compressors import CorpusCompressor, MemoryStore, cli
 
@@ -76,17 +72,6 @@ def test_the_openai_client_asks_memories_and_streams_and_reads_what_the_pipeline
         running.chat(ids[:1], stream=True)
     assert running.metric("tokens_total") > 0
     assert running.ask("GET", "/health")[1]["status"] == "ok"
-
-
-def tiny_tokenizer():
-    """One token a character."""
-    names = ["<pad>", "<s>", "</s>", *string.printable]
-    names += [f"<unused_{index}>" for index in range(128 - len(names))]
-    backend = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<pad>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
 def test_every_form_of_memory_is_served_in_batches_and_from_a_store_and_another_models_is_refused(
@@ -153,7 +138,7 @@ def test_a_memory_is_read_at_coarser_ratios_than_it_is_kept_at(serve):
 
 def test_conversations_stand_in_the_chat_template(serve, pipe):
     tokenizer = AutoTokenizer.from_pretrained(pipe.tokenizer.name_or_path)
-    tokenizer.chat_template = pages._CHAT_TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE
     chat = pipe.model.question_answering(tokenizer)
     running = serve({"m": chat})
     ids = running.compress(TEXTS[:2], ratio=2)

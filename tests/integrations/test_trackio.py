@@ -5,6 +5,7 @@ import json
 
 import pytest
 import yaml
+from small_recipes import RUN
 
 pytest.importorskip("trackio", reason="trackio has an environment of its own: make test-integrations")
 
@@ -27,12 +28,8 @@ def test_trackio_has_the_loss_of_every_step_and_the_answers(small_checkpoints, t
         "sample_answers_steps": 2,
         "max_context_tokens": 60,
         "max_target_tokens": 16,
-        "per_device_train_batch_size": 2,
+        **RUN,
         "max_steps": 4,
-        "logging_steps": 1,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "use_cpu": True,
         "report_to": "trackio",
         "project": "berths",
         "run_name": "first",

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from byte_tokenizers import CHAT_TEMPLATE
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,10 +37,6 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds until the server listens: a minute, or much more on a busy machine.
 START = float(os.environ.get("VLLM_START_SECONDS", "900"))
-TEMPLATE = (
-    "{% for message in messages %}{{ bos_token + message['role'] + '\n' + message['content'] + eos_token + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ bos_token + 'assistant\n' }}{% endif %}"
-)
 DOCUMENTS = (
     "Nora keeps eleven bees behind the tower, and Olaf keeps none.",
     "The mill was built in 1871 by Ada Berg.",
@@ -70,7 +67,7 @@ def models(small_checkpoints, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     shutil.copytree(small_checkpoints / "base", folder / "base")
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder / "base")
     chat = {"prompt_format": "chat", "slots_after_ids": opening_ids(tokenizer)}
     compressor(MeanPoolingForCausalLM, folder / "base", tokenizer, folder / "adapted", **chat)

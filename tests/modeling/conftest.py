@@ -14,7 +14,6 @@ What else differs, as paddings, ratios and types, is looped inside a test. A tes
 `pytest tests/modeling -k <method>` has all of a method.
 """
 
-import string
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,14 @@ import huggingface_hub
 import hypothesis
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 # Tests import the helper modules beside them by name.
 sys.path.append(str(Path(__file__).parent))
 
 import harsh_attention
-from tiny_bases import BOS, PAD, VOCAB_SIZE, base_config
+from parameters import disturb
+from tiny_bases import PAD, VOCAB_SIZE, base_config, tiny_tokenizer
 from tiny_models import CASES, METHOD_CASES, Case
 
 # Its assertions show their values, as those of tests do.
@@ -148,19 +146,9 @@ def tiny_base_config():
     return base_config
 
 
-@pytest.fixture
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of the tiny models' vocabulary: one token a character, BOS in front of what it encodes."""
-    characters = [*string.ascii_letters, *string.digits, *string.punctuation, " ", "\n"]
-    names = ["<pad>", "<s>", "</s>", *characters]
-    names += [f"<unused_{index}>" for index in range(VOCAB_SIZE - len(names))]
-    backend = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
-    )
+@pytest.fixture(name="tiny_tokenizer")
+def new_tokenizer() -> PreTrainedTokenizerFast:
+    return tiny_tokenizer()
 
 
 @pytest.fixture
@@ -201,10 +189,6 @@ def start_light():
             fields["encoder_config"] = config.encoder_config
         torch.manual_seed(0)
         model = case.method.causal_lm_class.from_base("me/base", attn_implementation=case.attention, **fields)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter += 0.15 * torch.randn_like(parameter)
-        return model
+        return disturb(model, 0.15)
 
     return start

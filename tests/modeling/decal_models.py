@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from parameters import disturb
 
 from context_compressors import DeCALConfig, DeCALForConditionalGeneration
 
@@ -40,11 +41,7 @@ def build(
     fields = {"compression_ratios": (2, 3, 8), **SETTINGS[setting], **fields}
     config = DeCALConfig(decoder_config={**T5_FIELDS, **(decoder_config or {})}, **fields)
     config._attn_implementation = attention
-    model = model_class(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return model.eval()
+    return disturb(model_class(config)).eval()
 
 
 def raises(*parts):

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AutoCompressor beside a loop over segments, its numbers, and LLoCO's stage."""
+"""AutoCompressor beside a loop over segments, and its numbers."""
 
 import pytest
 import torch
-from tiny_bases import ids_of
-from tiny_models import MEMORY_LORA
 
 from context_compressors import AutoCompressorConfig, AutoCompressorForCausalLM
-from context_compressors.training.loading import changed_config
 
 
 def naive_slots(model, ids, ratio):
@@ -77,29 +74,3 @@ def test_summary_tokens_start_as_the_embedding_of_eos(tiny_base_config):
     assert tokens.equal(table[7].expand(50, 32))
     with pytest.raises(ValueError, match="eos_token_id None"):
         AutoCompressorForCausalLM(AutoCompressorConfig(decoder_config=tiny_base_config(eos_token_id=None)))
-
-
-# --- LLoCO ---
-
-
-@pytest.mark.slow
-def test_the_reader_starts_from_a_compressor_and_reads_its_memories(autocompressor, tmp_path):
-    compressor = autocompressor.on(variant="fixed").build()
-    compressor.save_pretrained(tmp_path / "compressor")
-    memory, text = compressor.compress(ids_of(15)), ids_of(4, seed=1)
-    config = AutoCompressorConfig.from_pretrained(tmp_path / "compressor")
-    config = changed_config(config, {"training_stage": "reader", "decoder_lora": MEMORY_LORA})
-    reader = AutoCompressorForCausalLM.from_pretrained(tmp_path / "compressor", config=config)
-    trained = {name for name, parameter in reader.named_parameters() if parameter.requires_grad}
-    assert trained == {name for name, _ in reader.named_parameters() if ".decoder." in name}
-    # The new adapter starts without effect.
-    torch.testing.assert_close(reader(text, memory=memory).logits, compressor(text, memory=memory).logits)
-    with torch.no_grad():
-        for name in trained:
-            reader.get_parameter(name).add_(0.1)
-    assert not reader(text, memory=memory).logits.allclose(compressor(text, memory=memory).logits, atol=1e-3)
-    assert reader.compress(ids_of(15)).embeddings.equal(memory.embeddings)
-    reader.save_pretrained(tmp_path / "reader")
-    loaded = AutoCompressorForCausalLM.from_pretrained(tmp_path / "reader")
-    assert loaded.model_id == compressor.model_id
-    assert loaded(text, memory=memory).logits.equal(reader(text, memory=memory).logits)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_memories import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, NUM_LAYERS, assert_same, make_memory, rotary, tensors_of
+from random_memories import HIDDEN_SIZE, NUM_LAYERS, assert_same, make_memory, rotary, tensors_of
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from context_compressors.modeling.memory.compressed_context import CompressedContext
@@ -43,13 +43,6 @@ def test_rows_are_trimmed_to_their_real_slots(index, expected):
 
 
 @pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
-def test_rows_are_repeated_for_beams(carrier):
-    memory = make_memory((3, 1), carrier=carrier, ratio=torch.tensor([4, 2]))
-    repeated = memory.repeat_interleave(3)
-    assert_same(repeated, memory.rows([0, 0, 0, 1, 1, 1]))
-
-
-@pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
 def test_to_converts_the_carrier_and_leaves_the_integers(carrier):
     memory = make_memory(carrier=carrier, ratio=torch.tensor([4, 2, 8]))
     for converted in (memory.to(torch.bfloat16), memory.to("cpu", torch.bfloat16), memory.to(dtype=torch.bfloat16)):
@@ -68,15 +61,6 @@ def test_slots_too_large_for_float16_are_refused():
     assert memory.to(torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"7e\+04, torch\.float16 ends at 6\.55e\+04"):
         memory.to(torch.float16)
-
-
-@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_bytes_are_those_of_the_real_slots(dtype, width):
-    assert make_memory(dtype=dtype).nbytes == (3 + 5) * HIDDEN_SIZE * width
-    key_values = make_memory(carrier="key_values", dtype=dtype)
-    assert key_values.nbytes == (3 + 5) * NUM_LAYERS * 2 * NUM_HEADS * HEAD_DIM * width
-    assert key_values.num_slots.tolist() == [3, 5, 0]
-    assert key_values.rows([0, 2]).nbytes * 8 == key_values.nbytes * 3
 
 
 PAIR = (torch.ones(3, 2, 5, 8), torch.ones(3, 2, 4, 8))
@@ -98,12 +82,6 @@ def test_fields_that_do_not_fit_are_refused(carrier, fields, message):
         replace(make_memory(carrier=carrier), **fields)
 
 
-def test_a_memory_is_shown_in_one_line():
-    shown = "CompressedContext(3 rows, slots: 0 to 5, 768 bytes, ratio: 4, model: me/compressor)"
-    assert repr(make_memory()) == shown
-    assert "slots: on the meta device, ratio" in repr(make_memory().to("meta"))
-
-
 def test_length_index_and_iteration_are_those_of_rows():
     memory = make_memory((3, 5, 0))
     assert len(memory) == 3
@@ -117,6 +95,8 @@ def test_length_index_and_iteration_are_those_of_rows():
         assert_same(row, memory.rows(index))
     with pytest.raises(IndexError):
         memory[3]
+    assert_same(memory.repeat_interleave(2), memory.rows([0, 0, 1, 1, 2, 2]))
+    assert memory.nbytes == (3 + 5) * HIDDEN_SIZE * 4
 
 
 # --- several documents joined, as if one context had been read in chunks ---

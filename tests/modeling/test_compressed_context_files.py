@@ -31,17 +31,6 @@ def test_a_saved_memory_loads_bit_for_bit(tmp_path, carrier, dtype, ratio):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_loading_converts_the_carrier_alone(tmp_path):
-    make_memory(carrier="key_values").save(tmp_path / "memory.safetensors")
-    loaded = CompressedContext.load(str(tmp_path / "memory.safetensors"), device="cpu", dtype=torch.bfloat16)
-    assert loaded.dtype == torch.bfloat16
-    assert loaded.inverse_frequencies.dtype == torch.float32
-    assert loaded.attention_mask.dtype == torch.long
-    named = CompressedContext.load(tmp_path / "memory.safetensors", dtype="bfloat16")
-    assert_same(named, loaded)
-    assert loaded.to(dtype="float32").dtype == torch.float32
-
-
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "memory.safetensors"
     old = make_memory()

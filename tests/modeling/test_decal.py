@@ -209,21 +209,7 @@ def test_the_stock_trainer_moves_every_weight(setting, tmp_path, random_rows, ti
     assert not [name for name, parameter in model.named_parameters() if parameter.detach().equal(before[name])]
 
 
-@pytest.mark.parametrize("setting", ["decal", "attention_pooling"])
-def test_gradient_checkpointing_changes_no_gradient(setting, random_rows):
-    ids = torch.stack(random_rows([9, 9]))
-    gradients = []
-    for checkpointing in (False, True):
-        model = build(setting).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        model(input_ids=ids, labels=ids).loss.backward()
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
-
-
-# --- generation, questions, saving ---
+# --- generation and questions ---
 
 
 @pytest.fixture(scope="module")
@@ -243,17 +229,10 @@ def test_a_context_of_no_tokens_gives_no_slots_and_still_answers(decal, question
     mixed = decal.compress(question, torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]))
     found, expected = (decal(input_ids=question, memory=one).logits[1] for one in (mixed, memory))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-
-
-def test_an_empty_row_sends_no_nan_into_the_gradients(random_rows):
-    model = build().train()
-    ids = torch.stack(random_rows([6, 6]))
-    mask = torch.tensor([[1] * 6, [0] * 6])
-    model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+    model, mask = build().train(), torch.tensor([[1] * 4, [0] * 4])
+    with torch.enable_grad():
+        model(input_ids=question, attention_mask=mask, labels=question).loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-
-
-# --- generation ---
 
 
 @torch.no_grad()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compressors on a pretrained base."""
 
-import os
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -69,17 +67,6 @@ def test_an_encoder_of_its_own_starts_as_a_copy(form_case, base_folder, tiny_bas
     assert apart.equal(shared)
     encoder, decoder = models[1].model.encoder_model, models[1].model.language_model
     assert encoder.embed_tokens.weight.data_ptr() != decoder.embed_tokens.weight.data_ptr()
-
-
-def test_a_local_bases_folder_does_not_stand_in_the_checkpoint(method_cases, base_folder, tmp_path):
-    method, folder = method_cases["mean_pooling"].method, base_folder()
-    for base in (folder, os.path.relpath(folder)):
-        model = method.causal_lm_class.from_base(base, **method.easy)
-        assert model.config.base_model_name_or_path == "base"
-    model.save_pretrained(tmp_path / "saved")
-    for path in (tmp_path / "saved").iterdir():
-        if path.suffix != ".safetensors":
-            assert str(tmp_path) not in path.read_text(encoding="utf-8"), path.name
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from parameters import trainable
 from tiny_bases import ids_of
 from torch.nn import functional
 from transformers import AutoModel, AutoModelForCausalLM
@@ -12,16 +13,10 @@ from transformers import AutoModel, AutoModelForCausalLM
 from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 from context_compressors.modeling.parts.pooling import mean_pool
-from context_compressors.training.loading import changed_config
 
 # Norms of heads and a window of their own; transformers has no sdpa for Gemma 2.
 on_every_base = pytest.mark.parametrize("base", ["llama-sdpa", "qwen3-sdpa", "gemma2-eager"])
 both = pytest.mark.parametrize("method", ["gmsa", "tcp_autoencoder"])
-TEXT = torch.tensor([[1, 9, 40, 7]])
-
-
-def trainable(model):
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def plain_backbone(backbone):
@@ -147,16 +142,3 @@ def test_each_stage_trains_its_own_parts(method, method_cases):
     prefix = "model.language_model.layers"
     second = trainable(method_cases[method].build(training_stage="keft"))
     assert second == {f"{prefix}.{n}.self_attn.{part}_proj.weight" for n in range(2) for part in "qkv"}
-
-
-@pytest.mark.slow
-def test_a_first_stage_checkpoint_starts_the_second(method_cases, tmp_path):
-    first = method_cases["gmsa"].build()
-    first.save_pretrained(tmp_path)
-    config = GMSAConfig.from_pretrained(tmp_path)
-    second = GMSAForCausalLM.from_pretrained(tmp_path, config=changed_config(config, {"training_stage": "keft"}))
-    assert config.training_stage == "autoencoding"
-    assert second.config.training_stage == "keft"
-    assert {name.rsplit(".", 2)[-2] for name in trainable(second)} == {"q_proj", "k_proj", "v_proj"}
-    inputs = {"input_ids": TEXT, "context_input_ids": ids_of(9)}
-    assert second(**inputs).logits.equal(first(**inputs).logits)

@@ -2,6 +2,7 @@
 """StreamingLLM and SnapKV: which keys and values stay, beside kvpress and a naive twin; nothing of them trains."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 import test_generation
@@ -9,6 +10,7 @@ import test_padding
 import test_positions_and_chunks
 import test_saving
 import torch
+import yaml
 from decal_models import build as build_decal
 from test_chat_prompts import DOCUMENT, ONE_TURN, TEMPLATE, WITH_SYSTEM, templated
 from test_generation import texts  # noqa: F401
@@ -23,37 +25,7 @@ GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
 # --- beside kvpress ---
 
-# What kvpress 0.5.5 keeps (transformers 5.2.0, torch 2.13.0) of the model in `kvpress_base` and rows `kvpress_ids`:
-# `with SnapKVPress(1 - 1 / ratio, window, kernel)(model): model.model(ids, cache=cache)`, each kept key then
-# looked up among those of an uncompressed cache. By (tokens, ratio, window, kernel): by layer and key/value head the
-# places in front of the window, which stays as well.
-SNAP_KV_PRESS = {
-    (96, 4, 8, 5): [
-        [
-            [23, 24, 25, 26, 27, 33, 34, 35, 44, 45, 46, 47, 48, 54, 55, 58],
-            [19, 20, 21, 22, 23, 29, 30, 31, 32, 48, 49, 68, 69, 70, 71, 72],
-        ],
-        [
-            [3, 5, 8, 9, 10, 11, 12, 36, 66, 67, 68, 69, 70, 73, 74, 75],
-            [5, 7, 49, 55, 56, 57, 58, 59, 60, 61, 76, 77, 78, 79, 80, 81],
-        ],
-    ],
-}
-# A question of 9 tokens as its window: `SnapKVPress(1 - 33.5 / 105, 9, 5)` on 96 + 9 tokens keeps 24 + 9.
-SNAP_KV_PRESS_BY_QUESTION = [
-    [
-        [4, 5, 6, 7, 8, 22, 25, 26, 74, 75, 76, 77, 78, 80, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92],
-        [2, 3, 4, 5, 6, 9, 10, 11, 33, 34, 35, 36, 37, 41, 42, 43, 44, 45, 61, 62, 63, 64, 65, 71],
-    ],
-    [
-        [5, 6, 28, 29, 30, 31, 32, 37, 48, 49, 50, 51, 52, 56, 57, 58, 59, 60, 80, 81, 82, 83, 84, 91],
-        [14, 15, 16, 17, 18, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 52, 53, 54, 55, 56, 62, 63, 64, 71],
-    ],
-]
-# `StreamingLLMPress(1 - 1 / ratio)`, the same in every layer and head.
-STREAMING_LLM_PRESS = {(20, 2): [0, 1, 2, 3, 14, 15, 16, 17, 18, 19], (64, 8): [0, 1, 2, 3, 60, 61, 62, 63]}
-# In a `KeyRerotationPress`, of 64 tokens at ratio 8: the sixth key of layer 1, head 1, its first four channels.
-REROTATED_KEY = [1.0809540748596191, 3.992230176925659, 2.1780145168304443, 2.799272298812866]
+PRESS = yaml.safe_load(Path(__file__).with_name("kvpress_places.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -87,20 +59,21 @@ def places(memory, whole):
 
 
 def test_snap_kv_keeps_what_kvpress_keeps(kvpress_base):
-    for (length, ratio, window, kernel), expected in SNAP_KV_PRESS.items():
+    for case in PRESS["snap_kv"]:
+        length, ratio, window, kernel = case["settings"]
         model = SnapKVForCausalLM.from_base(kvpress_base, window_size=window, kernel_size=kernel)
         memory, whole = model.compress(kvpress_ids(length), ratio=[ratio, 1])
         end = list(range(length - window, length))
-        assert places(memory, whole) == [[[*head, *end] for head in layer] for layer in expected], (length, ratio)
+        assert places(memory, whole) == [[[*head, *end] for head in layer] for layer in case["places"]]
     model = SnapKVForCausalLM.from_base(kvpress_base, question_placement="encoder")
     ids = kvpress_ids(105)
     memory, whole = model.compress(ids[:, :96], ratio=[4, 1], question_input_ids=ids[:, 96:])
-    assert places(memory, whole) == SNAP_KV_PRESS_BY_QUESTION
+    assert places(memory, whole) == PRESS["question"]
 
 
 def test_streaming_llm_keeps_what_kvpress_keeps_and_rotates_it_as_kvpress_does(kvpress_base):
     model = StreamingLLMForCausalLM.from_base(kvpress_base, position_layout="enhanced")
-    for (length, ratio), expected in STREAMING_LLM_PRESS.items():
+    for (length, ratio), expected in ((case["settings"], case["places"]) for case in PRESS["streaming_llm"]):
         memory, whole = model.compress(kvpress_ids(length), ratio=[ratio, 1])
         assert places(memory, whole) == [[expected] * 2] * 2
         assert memory.position_ids.tolist() == [expected]
@@ -108,7 +81,7 @@ def test_streaming_llm_keeps_what_kvpress_keeps_and_rotates_it_as_kvpress_does(k
     memory = model.compress(kvpress_ids(64), ratio=8)
     assert memory.position_ids.tolist() == [list(range(8))]
     found = memory.key_values[1][0][0, 1, 5, :4]
-    torch.testing.assert_close(found, torch.tensor(REROTATED_KEY), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, torch.tensor(PRESS["rerotated_key"]), atol=1e-5, rtol=1e-5)
     # The latest token stays before any sink does.
     model = StreamingLLMForCausalLM.from_base(kvpress_base, position_layout="enhanced")
     few = [model.compress(kvpress_ids(20), ratio=ratio).position_ids[0].tolist() for ratio in (5, 8, 20, 40)]

@@ -36,13 +36,6 @@ def test_the_linear_map_follows_the_pooling(mean_pooling):
     torch.testing.assert_close(model.compress(IDS, ratio=3).embeddings, expected)
 
 
-@torch.no_grad()
-def test_without_an_encoder_token_embeddings_are_pooled(mean_pooling):
-    model = mean_pooling.on(variant="embeddings").build(linear_after_pooling=False).model
-    embeddings = model.get_input_embeddings()(IDS)
-    torch.testing.assert_close(model.compress(IDS, ratio=3).embeddings, windows(embeddings, 3))
-
-
 def test_the_papers_ablations_are_configuration_values(mean_pooling):
     """Table 3: which parts each of them has and trains."""
 

@@ -134,15 +134,6 @@ def test_blocks_are_those_compressed_one_by_one_at_their_own_ratios(method_cases
             assert int(memory.num_context_tokens) == sum(LENGTHS)
             found, wanted = (model(input_ids=text, memory=one).logits for one in (memory, expected))
             torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
-
-
-def test_what_does_not_fit_together_is_refused_with_its_numbers():
-    fine, coarse = make_memory((6, 4, 8)), make_memory((3, 2, 4))
-    assert_same(
-        mixed_memory([fine, coarse], [0], 12),
-        CompressedContext.concatenate([fine.rows(0), coarse.rows(1), coarse.rows(2)]),
-    )
-    with pytest.raises(ValueError, match="`num_slots` must be 9 or more"):
-        mixed_memory([fine, coarse], [1], 8)
-    with pytest.raises(ValueError, match=r"rows from 0 to 2, got \[3\]"):
-        mixed_memory([fine, coarse], [1, 3], 18)
+        for asked, num_slots, message in (([2], 5, "`num_slots` must be"), ([4], 50, r"rows from 0 to 3, got \[4\]")):
+            with pytest.raises(ValueError, match=message):
+                mixed_memory(memories, asked, num_slots)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinkhorn beside naive loops, worked numbers of ComprExIT's equation 11, and POT; its Triton kernels."""
+"""Sinkhorn beside naive loops of ComprExIT's equation 11, and its Triton kernels; POT: tests/benchmarks."""
 
 import importlib.util
 import math
@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ot
 import pytest
 import torch
 from hypothesis import given, settings
@@ -99,18 +98,6 @@ def test_equals_the_naive_loops_for_any_shape_and_mask(
     for one, other, mask in zip(found[1:], expected[1:], has_mass, strict=True):
         assert one.isfinite().all()
         torch.testing.assert_close(one[mask], other[mask], rtol=1e-6, atol=1e-8 / epsilon)
-
-
-@pytest.mark.parametrize("epsilon", [0.1, 0.02])
-def test_equals_pot_and_its_gradients(epsilon):
-    tensors = problem(3, 24, 8)
-
-    def pot(cost, source_mass, target_mass):
-        arguments = {"max_iter": 30, "tol": 0.0, "method": "log_sinkhorn", "grad": "autodiff"}
-        return ot.solve_batch(cost, reg=epsilon, a=source_mass, b=target_mass, **arguments).plan
-
-    expected = plan_and_gradients(pot, tensors)
-    assert_all_close(plan_and_gradients(sinkhorn, tensors, epsilon=epsilon), expected, rtol=1e-8, atol=1e-10)
 
 
 # --- costs, masses, types and shapes ---

@@ -6,13 +6,13 @@ import json
 import pytest
 import torch
 from decal_models import build as build_decal
+from parameters import trainable
 from safetensors import safe_open
 from tiny_models import plain_model
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from context_compressors import CompressedContext, DeCALForConditionalGeneration, DeCALForRetrieval
-from context_compressors.modeling.compressor import pretrained_compressor
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
@@ -20,10 +20,6 @@ GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 @pytest.fixture
 def question():
     return torch.tensor([[1, 9, 40, 7]])
-
-
-def trainable(model, prefix=""):
-    return {name.removeprefix(prefix) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def parameter_bytes(model):
@@ -51,7 +47,7 @@ def test_a_loaded_model_is_the_saved_one(weights_case, inputs, tmp_path):
     backbone = AutoModel.from_pretrained(folder, attn_implementation=case.attention)
     assert type(backbone) is case.method.model_class
     assert backbone(**inputs).last_hidden_state.equal(model.model(**inputs).last_hidden_state)
-    assert trainable(backbone) == trainable(model, "model.")
+    assert trainable(backbone) == {name.removeprefix("model.") for name in trainable(model)}
     loaded.save_pretrained(tmp_path / "again")
     again = {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
     assert again == {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -191,14 +187,6 @@ def test_a_folder_holds_weights_code_configuration_and_card_and_nothing_of_this_
     assert not [name for name, text in texts.items() if str(tmp_path) in text or "/work" in text]
 
 
-def test_an_incomplete_checkpoint_is_refused(form_case, tmp_path):
-    model = form_case.model
-    state = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.self_attn.q_proj" not in name}
-    model.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(ValueError, match=r"lacks \d+ weights .*layers\.1\.self_attn\.q_proj"):
-        form_case.method.causal_lm_class.from_pretrained(tmp_path)
-
-
 # --- adapters ---
 
 
@@ -227,16 +215,6 @@ def test_adapters_can_be_off_and_can_be_merged(adapter_case, inputs, question, t
     assert loaded.generate(**inputs, **GREEDY).equal(generated)
     loaded.merge_adapters()
     torch.testing.assert_close(loaded(**inputs).logits, expected, atol=3e-4, rtol=0)
-
-
-def test_merging_keeps_what_else_trains_and_warns_of_a_second_base(method_cases, monkeypatch):
-    warned = []
-    monkeypatch.setattr(pretrained_compressor.logger, "warning", lambda *args: warned.append(args))
-    model = method_cases["mean_pooling"].build(trainable_parameters=[r"\.lora_B\.encoder", "lm_head"])
-    model.merge_adapters()
-    assert trainable(model) == {"lm_head.weight"}
-    assert model.config.trainable_parameters == ["lm_head"]
-    assert "twice the memory" in str(warned)
 
 
 # --- names of models, by which memories know their maker ---

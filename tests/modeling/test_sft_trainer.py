@@ -7,6 +7,8 @@ import pytest
 import torch
 from byte_tokenizers import byte_tokenizer
 from datasets import Dataset
+from parameters import trainable
+from small_recipes import RUN
 from tiny_bases import BOS, PAD
 from tiny_models import ON_EVERY_BASE, Case
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -36,26 +38,11 @@ def examples(num_rows=24):
 
 
 def make_trainer(model, folder, callbacks=None, **settings):
-    arguments = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 2,
-        "max_steps": 4,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "linear",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "remove_unused_columns": False,
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-        **settings,
-    }
+    arguments = {**RUN, "max_steps": 4, "learning_rate": 1e-2, "lr_scheduler_type": "linear"}
+    arguments |= {"remove_unused_columns": False, "dataset_kwargs": {"skip_prepare_dataset": True}, **settings}
     return SFTTrainer(
         model=model,
-        args=SFTConfig(**arguments),
+        args=SFTConfig(str(folder), **arguments),
         train_dataset=examples(),
         data_collator=COLLATOR,
         processing_class=TOKENIZER,
@@ -85,9 +72,7 @@ def check_training(case, folder, **settings):
     torch.testing.assert_close(loss, model(**batch).loss, atol=1e-4, rtol=1e-4)
     trainer.train()
     after = state(model)
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    moved = {name for name in before if not after[name].equal(before[name])}
-    assert moved == trainable
+    assert {name for name in before if not after[name].equal(before[name])} == trainable(model)
     assert all(torch.tensor(losses(trainer)).isfinite())
     return trainer
 

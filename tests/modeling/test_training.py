@@ -3,6 +3,8 @@
 
 import pytest
 import torch
+from parameters import assert_same_gradients, trainable
+from parameters import gradients as take_gradients
 
 
 @pytest.fixture
@@ -24,13 +26,7 @@ def batch(random_rows, pad_rows):
 def gradients(model, batch):
     model.zero_grad()
     model(**batch).loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same_gradients(found, expected, rename=str):
-    assert {rename(name) for name in found} == set(expected)
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, expected[rename(name)], atol=1e-5, rtol=1e-4, msg=name)
+    return take_gradients(model)
 
 
 # --- the encoder's view ---
@@ -100,12 +96,11 @@ def test_method_parts_and_adapters_train_each_with_a_gradient_and_nothing_of_the
     model = case.build().train()
     put_task_tokens(model, batch)
     found = gradients(model, batch)
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     # Later stages have sets of their own: test_gmsa.py and test_autocompressor.py say which.
     if model.config.stage_parameters is None:
-        assert trainable == own_parameters(model)
-    assert {model.get_parameter(name).dtype for name in trainable} == {torch.float32}
-    assert set(found) == trainable
+        assert trainable(model) == own_parameters(model)
+    assert {model.get_parameter(name).dtype for name in found} == {torch.float32}
+    assert set(found) == trainable(model)
     without = [name for name, gradient in found.items() if not gradient.any()]
     assert [name for name in without if not name.endswith(case.method.idle)] == []
     assert all(gradient.isfinite().all() for gradient in found.values())
@@ -120,8 +115,7 @@ def test_compress_follows_gradients_in_training_mode_only(method_case, batch, sl
     assert slots(memory).requires_grad
     text = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
     model(**text, memory=memory).loss.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    expected = gradients(model, batch)
+    found, expected = take_gradients(model), gradients(model, batch)
     if model.model.has_own_loss:
         # It counts by rows where contexts come with their labels.
         found, expected = ({n: g for n, g in of.items() if ".scorers." not in n} for of in (found, expected))
@@ -161,8 +155,8 @@ def test_a_shared_base_gives_the_gradients_of_two_separate_models(method_case, b
             source = f"{module}.base_layer.{parameter_name}"
         parameter.data.copy_(weights[source])
     torch.testing.assert_close(apart(**batch).loss, model(**batch).loss)
-    found = gradients(apart, batch)
-    assert_same_gradients(found, gradients(model, batch), lambda n: n.replace("encoder_model.", "language_model."))
+    found = {name.replace("encoder_model.", "language_model."): g for name, g in gradients(apart, batch).items()}
+    assert_same_gradients(found, gradients(model, batch))
 
 
 def test_dropout_of_each_adapter_acts_in_training_only(form_case, batch):

@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 import torch
+from parameters import disturb
 from tiny_bases import BOS, base_config, ids_of
 from tiny_models import SMALL_LORA
 from transformers import (
@@ -55,12 +56,7 @@ def start(base, **fields):
     """A compressor on it, nothing at a start value that could hide a mistake."""
     torch.manual_seed(1)
     fields = {"num_voco_tokens": 2, "encoder_lora": SMALL_LORA, **fields}
-    model = VoCoForCausalLM.from_base(base[1], **fields)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.15 * torch.randn_like(parameter)
-    return model
+    return disturb(VoCoForCausalLM.from_base(base[1], **fields), 0.15)
 
 
 def images(kind, before=3, behind=1):

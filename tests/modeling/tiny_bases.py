@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiny language models that methods are tried on, and token ids for them."""
 
+import string
 from typing import Any
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -87,3 +91,17 @@ def base_config(architecture: str = "llama", **fields: Any) -> Any:
 def ids_of(length: int, seed: int = 0, most: int = VOCAB_SIZE) -> torch.Tensor:
     """A row of ordinary token ids, (1, length)."""
     return torch.randint(5, most, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of the tiny models' vocabulary: one token a character, BOS in front of what it encodes."""
+    characters = [*string.ascii_letters, *string.digits, *string.punctuation, " ", "\n"]
+    names = ["<pad>", "<s>", "</s>", *characters]
+    names += [f"<unused_{index}>" for index in range(VOCAB_SIZE - len(names))]
+    backend = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
+    )

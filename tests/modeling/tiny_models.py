@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from parameters import disturb
 from tiny_bases import BACKBONES, BASES, FAR_APART, TASK_TOKENS, base_config
 from transformers import AutoModelForCausalLM
 
@@ -347,12 +348,12 @@ class Case:
         torch.manual_seed(seed)
         config = self.config(**fields)
         config._attn_implementation = self.attention
-        model = self.method.causal_lm_class(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter += 0.15 * torch.randn_like(parameter)
-        return cast_frozen(model, dtype).eval()
+        model = disturb(self.method.causal_lm_class(config), 0.15)
+        # As `from_pretrained(dtype=...)` gives it: what is frozen in that type, what trains in float32.
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+        return model.eval()
 
     def is_quick(self, fixture: str, is_costly: bool = False) -> bool:
         """Say whether the inner loop has it: one method in several settings, the others as they come.
@@ -388,14 +389,6 @@ def plain_model(model: Any, attention: str | None = None) -> Any:
     head = {} if config.tie_word_embeddings else {"lm_head.weight": weights["lm_head.weight"]}
     base.load_state_dict({**own, **head}, strict=not config.tie_word_embeddings)
     return base.eval()
-
-
-def cast_frozen(model: Any, dtype: torch.dtype) -> Any:
-    """The model as `from_pretrained(dtype=...)` gives it: what is frozen in that type, what trains in float32."""
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
-    return model
 
 
 # Of the first method's settings, those that have little in common.

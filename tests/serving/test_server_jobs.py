@@ -2,12 +2,13 @@
 """Jobs and memories of the server without HTTP; tests/integrations has the rest."""
 
 import asyncio
-import os
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from byte_tokenizers import byte_tokenizer
+from random_memories import make_memory
+from tiny_models import METHODS, TRAINING_FREE, Case
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -15,11 +16,6 @@ from context_compressors import CorpusCompressor, MemoryStore
 from context_compressors.serving import server_memories
 from context_compressors.serving.server_jobs import AnswerJob, CompressionJob, ServedModel
 from context_compressors.serving.server_memories import ProcessMemories, StoredMemories
-
-sys.path.append(os.path.join(os.path.dirname(__file__), "..", "modeling"))
-from byte_tokenizers import byte_tokenizer
-from random_memories import make_memory
-from tiny_models import METHODS, TRAINING_FREE, Case
 
 
 class Largest(TorchDispatchMode):

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers' own tests of models, over all methods of the family."""
 
-import sys
 import unittest
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[1] / "modeling")])
 pytest.importorskip("parameterized", reason="transformers' tests need it: see tests/integrations/requirements.txt")
 
 import decal_models

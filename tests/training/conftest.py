@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tokenizer, a language model and a compressor small enough to train in a second."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from byte_tokenizers import SHAPE, tiny_llama
+from small_recipes import RUN
 from tiny_tokenizer import train_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from context_compressors.data.sources import DataSource
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.arguments import TrainingConfig
-
-# Tests import the helper modules beside them by name.
-sys.path.append(str(Path(__file__).parent))
 
 GENERATED = DataSource(generated=True, tasks=("question_answering", "reconstruction"))
 
@@ -28,20 +26,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def base_folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    shape = {**SHAPE, "num_attention_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True}
+    LlamaForCausalLM(tiny_llama(tokenizer, **shape)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -60,20 +46,7 @@ def compressor(base_folder: Path) -> MeanPoolingForCausalLM:
 @pytest.fixture
 def make_config(tmp_path: Path):
     def make(**fields) -> TrainingConfig:
-        defaults = {
-            "output_dir": str(tmp_path / "out"),
-            "per_device_train_batch_size": 2,
-            "max_steps": 3,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "use_cpu": True,
-            "train_sampling_strategy": "sequential",
-            "disable_tqdm": True,
-        }
-        return TrainingConfig(**{**defaults, **fields})
+        defaults = {"max_steps": 3, "learning_rate": 1e-2, "train_sampling_strategy": "sequential"}
+        return TrainingConfig(**{**RUN, "output_dir": str(tmp_path / "out"), **defaults, **fields})
 
     return make

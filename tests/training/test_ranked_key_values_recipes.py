@@ -5,7 +5,6 @@ import copy
 import json
 import shutil
 
-import datasets
 import pytest
 import torch
 import yaml
@@ -13,13 +12,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from small_recipes import write_recipe
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from context_compressors import RankedKeyValuesForCausalLM, cli
 from context_compressors.hub_cards.cards import write_card
 from context_compressors.modeling.compressor.validation import check_together
 from context_compressors.training.arguments import parse_recipe
-from context_compressors.training.objectives.compression_collator import CompressionCollator
 from context_compressors.training.train import build_trainer, main
 
 LORA = {"rank": 2, "alpha": 8, "dropout": 0.0, "target_modules": "all-linear"}
@@ -78,42 +76,6 @@ def test_fitted_scorers_are_the_ridge_regression_of_the_second_readings_attentio
     for batches, ridge, message in (([], 0.1, "`batches` have no token"), ([(ids, mask)], 0.0, "got 0.0")):
         with pytest.raises(ValueError, match=message):
             model.model.fit_scorers(batches, ridge=ridge)
-
-
-def context_rows():
-    """Four rows of unlike contexts and answers."""
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for length, num_targets in ((14, 3), (9, 5), (20, 2), (11, 4)):
-        ids = torch.randint(5, 300, (length + 2 + num_targets,), generator=generator).tolist()
-        rows.append({"context_ids": ids[:length], "prompt_ids": ids[length:-num_targets]})
-        rows[-1] |= {"target_ids": ids[-num_targets:], "task": "question_answering"}
-    return rows
-
-
-def step_of(trainer_class, model, tokenizer, tmp_path, num_calls, config=TrainingArguments, **fields):
-    """The weights that train after one step of SGD over the four rows in so many calls."""
-    collator = CompressionCollator.from_model(model, tokenizer, ratios=None)
-    settings = {"max_steps": 1, "learning_rate": 1.0, "optim": "sgd", "max_grad_norm": 0.0, "report_to": "none"}
-    settings |= {"remove_unused_columns": False, "use_cpu": True, "save_strategy": "no", "bf16": False}
-    settings |= {"per_device_train_batch_size": 4 // num_calls, "gradient_accumulation_steps": num_calls, **fields}
-    rows = datasets.Dataset.from_list(context_rows())
-    args = config(output_dir=str(tmp_path / "out"), **settings)
-    data = {"train_dataset": rows, "data_collator": collator, "processing_class": tokenizer}
-    trainer = trainer_class(model=model, args=args, **data)
-    trainer.train()
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
-@pytest.mark.slow
-def test_a_step_of_several_calls_trains_as_one_call_does(base_folder, tokenizer, tmp_path):
-    """With the library's own trainer; the scorers' error is weighted as the answers are."""
-    start = draw(RankedKeyValuesForCausalLM.from_base(base_folder, encoder_lora=LORA))
-    before = {name: p.detach().clone() for name, p in start.named_parameters()}
-    once, split = (step_of(Trainer, copy.deepcopy(start), tokenizer, tmp_path, number) for number in (1, 4))
-    for name, parameter in once.items():
-        assert (moved := (parameter - before[name]).norm()) > 0
-        assert (split[name] - parameter).norm() < 1e-3 * moved, name
 
 
 @pytest.mark.slow

@@ -21,16 +21,8 @@ def test_the_command_line_wins_over_recipes_and_a_later_recipe_over_an_earlier(t
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text(f"learning_rate: 1.0e-3\nmax_steps: 5\nsources: {GENERATED}\n")
     second.write_text("max_steps: 7\n")
-    argv = [
-        str(first),
-        str(second),
-        "--warmup-steps",
-        "3",
-        "--output_dir",
-        str(tmp_path),
-        "--length_schedule",
-        "[[0.5, 40]]",
-    ]
+    argv = [str(first), str(second), "--warmup-steps", "3", "--output_dir", str(tmp_path)]
+    argv += ["--length_schedule", "[[0.5, 40]]"]
     _, data, args = parse_recipe([*argv, "--use_cpu", "true", "--bf16", "false"])
     assert (args.learning_rate, args.max_steps, args.warmup_steps) == (1e-3, 7, 3)
     assert data.length_schedule == [[0.5, 40]]
@@ -51,17 +43,8 @@ def test_method_config_of_several_recipes_is_put_together(tmp_path):
 
 
 def test_null_on_the_command_line_takes_back_what_a_recipe_says(tmp_path, base_folder):
-    recipe = write_recipe(
-        tmp_path,
-        base="b",
-        encoder="e",
-        teacher="t",
-        tokenizer=str(base_folder),
-        data_dir="d",
-        prompts="gmsa",
-        context_prefix="### ",
-        save_dtype="bfloat16",
-    )
+    fields = {"base": "b", "encoder": "e", "teacher": "t", "tokenizer": str(base_folder), "data_dir": "d"}
+    recipe = write_recipe(tmp_path, **fields, prompts="gmsa", context_prefix="### ", save_dtype="bfloat16")
     argv = ["--base", "null", "--encoder", "null", "--teacher", "NULL", "--data_dir=null", "--prompts", "null"]
     argv += ["--context_prefix", "null", "--save_dtype", "null", "--max_target_tokens", "null"]
     model, data, args = parse_recipe([recipe, *argv, "--checkpoint", "c"])
@@ -76,12 +59,10 @@ def test_null_on_the_command_line_takes_back_what_a_recipe_says(tmp_path, base_f
         ({"learning_rte": 1}, [], "unknown field 'learning_rte'; did you mean 'learning_rate'"),
         ({}, ["--max_step", "3"], "unknown field '--max_step'; did you mean 'max_steps'"),
         ({"objective": "distilation"}, [], "did you mean 'distillation'"),
-        ({"ratio_schedule": [[0.5, [2]]]}, [], "ratio_schedule must be a list of .* the first fraction 0"),
         ({"ratio_schedule": [[0.0, [2]]], "ratio_mode": "per_sample"}, [], "got ratio_mode 'per_sample'"),
         ({"task_schedule": [[0.0, ["repeat"]]]}, [], "task_schedule must be a list of .* got"),
         ({"length_schedule": [[0.5, 10], [0.1, 20]]}, [], "length_schedule must be"),
         ({"sources": "text"}, [], "sources must be a list"),
-        ({"model_config": [1]}, [], "model_config must be a mapping"),
         ({}, ["--method_config", "{compression_ratios: [4"], "method_config is not valid YAML: line 1, column 24: "),
     ],
 )
@@ -119,15 +100,15 @@ def test_wrong_recipes_are_refused(tmp_path):
         parse_recipe(["embeded/icae.yaml"])
     with pytest.raises(ValueError, match="the first argument is the recipe"):
         parse_recipe(["--max_steps", "3"])
-    (tmp_path / "list.yaml").write_text("- 1\n")
-    with pytest.raises(ValueError, match="must hold fields and values"):
-        parse_recipe([str(tmp_path / "list.yaml")])
-    (tmp_path / "open.yaml").write_text("method: icae\nbase: [1\n")
-    with pytest.raises(ValueError, match=r"open.yaml is not valid YAML: line 3, column 1: expected ',' or '\]'"):
-        parse_recipe([str(tmp_path / "open.yaml")])
-    (tmp_path / "latin.yaml").write_bytes("title: Århus\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin.yaml is not in UTF-8"):
-        parse_recipe([str(tmp_path / "latin.yaml")])
+    recipe = tmp_path / "own.yaml"
+    for content, message in (
+        (b"- 1\n", "must hold fields and values"),
+        (b"method: icae\nbase: [1\n", r"own.yaml is not valid YAML: line 3, column 1: expected ',' or '\]'"),
+        ("title: Århus\n".encode("latin-1"), r"own.yaml is not in UTF-8"),
+    ):
+        recipe.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            parse_recipe([str(recipe)])
 
 
 @pytest.mark.parametrize(
@@ -135,14 +116,11 @@ def test_wrong_recipes_are_refused(tmp_path):
     [
         ({"objective": "compression", "tokenizer": "BASE"}, "give either base .* or checkpoint"),
         ({"objective": "compression", "base": "BASE", "method": "mean_poling"}, "did you mean 'mean_pooling'"),
-        ({"base": "BASE", "method_config": {"compression_ratio": 2}}, "compression_ratios"),
         ({"objective": "compression", "base": "BASE", "sources": []}, "there are no sources"),
         ({"objective": "teacher", "base": "BASE", "teacher_lora": {"rnk": 2}}, "did you mean 'rank'"),
-        ({"objective": "compression", "base": "BASE", "prompts": "no.yaml"}, "there are no prompts 'no.yaml'"),
         ({"objective": "teacher"}, "give a tokenizer, a base or a checkpoint"),
         ({"objective": "denoising", "base": "BASE"}, "objective of mean_pooling: 'denoising'; allowed"),
         ({"base": "BASE", "max_steps": -1, "length_schedule": [[0, 60]]}, "needs max_steps, or num_train_epochs 1"),
-        ({"method": "decal", "model_config": {"d_modell": 8}, "tokenizer": "BASE"}, "did you mean 'd_model'"),
         ({"checkpoint": "BASE", "method_config": {"compression_ratios": [2]}}, "method_config is fixed by the check"),
         (
             {"base": "BASE", "ratio_schedule": [[0, [3]]], "method_config": {"compression_ratios": [2]}},

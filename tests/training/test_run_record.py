@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 import yaml
 from small_recipes import write_recipe
+from transformers import AutoTokenizer
 
+from context_compressors import MeanPoolingForCausalLM
+from context_compressors.data.prompts import default_prompts
+from context_compressors.modeling.parts.prompting import document_ids, question_ids
+from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.training.train import main
+
+PROMPTS = {"question_answering": ["Q: {question}\nA:", "{question}"], "summarization": ["Sum:"]}
+PROMPTS |= {"continuation": [""], "reconstruction": ["Again:"]}
 
 
 def recorded(folder: Path) -> dict:
@@ -25,11 +33,12 @@ def losses_of(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_recorded_recipe_names_no_folder_of_this_machine(tmp_path, base_folder):
+def test_a_recorded_recipe_names_no_folder_of_this_machine_and_a_checkpoint_its_prompts(tmp_path, base_folder):
     rows = tmp_path / "secret" / "texts.jsonl"
     rows.parent.mkdir()
     rows.write_text(json.dumps({"text": "one two three four five six seven eight"}) + "\n")
     source = {"path": str(rows), "tasks": ["reconstruction"], "title": "/r/texts"}
+    (tmp_path / "prompts.yaml").write_text(yaml.safe_dump(PROMPTS))
     recipe = write_recipe(
         tmp_path,
         base=str(base_folder),
@@ -39,6 +48,7 @@ def test_a_recorded_recipe_names_no_folder_of_this_machine(tmp_path, base_folder
         min_context_tokens=2,
         method_config={"compression_ratios": [2]},
         context_prefix="/start: ",
+        prompts=str(tmp_path / "prompts.yaml"),
     )
     main([recipe])
     text = (tmp_path / "out" / "recipe.yaml").read_text()
@@ -47,6 +57,14 @@ def test_a_recorded_recipe_names_no_folder_of_this_machine(tmp_path, base_folder
     kept = recorded(tmp_path / "out")
     assert [kept[name][0]["path"] for name in ("sources", "eval_sources")] == ["texts.jsonl"] * 2
     assert (kept["sources"][0]["title"], kept["context_prefix"]) == ("/r/texts", "/start: ")
+    # The checkpoint is asked with the prompts of its training.
+    config = MeanPoolingForCausalLM.from_pretrained(tmp_path / "out").config
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert config.prompts == {task: templates[0] for task, templates in PROMPTS.items()} == default_prompts(config)
+    start = [tokenizer.bos_token_id]
+    assert question_ids(config, tokenizer, "Who?") == [*start, *encode(tokenizer, "Q: Who?\nA:")]
+    words = [*encode(tokenizer, "/start: "), *encode(tokenizer, "Nora.")]
+    assert document_ids(config, tokenizer, "Nora.") == [*start, *words]
 
 
 @pytest.mark.slow

@@ -59,15 +59,8 @@ def test_a_checkpoint_knows_what_trained_it_and_what_chose_in_all_of_its_stages(
     write_texts(tmp_path / "report.jsonl", 9, 12)
 
     def evaluate(name):
-        data = [
-            "--data",
-            str(tmp_path / f"{name}.jsonl"),
-            "--tasks",
-            "reconstruction",
-            "--config",
-            "{context_tokens: 8}",
-        ]
-        return cli.main(["evaluate", str(tmp_path / "out"), *data, "--device", "cpu"])
+        data = ["--data", str(tmp_path / f"{name}.jsonl"), "--tasks", "reconstruction", "--device", "cpu"]
+        return cli.main(["evaluate", str(tmp_path / "out"), *data, "--config", "{context_tokens: 8}"])
 
     assert [evaluate(name) for name in ("train", "choose", "report")] == [1, 1, 0]
     shown = capsys.readouterr()

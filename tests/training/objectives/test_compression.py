@@ -3,10 +3,9 @@ import copy
 
 import pytest
 import torch
-from small_recipes import RUN
+from parameters import assert_same_gradients, disturb, gradients, trainable
 from torch.nn import functional
 from transformers import LlamaForCausalLM
-from trl import SFTConfig, SFTTrainer
 
 from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.compression_collator import CompressionCollator
@@ -45,12 +44,6 @@ def make_trainer(dataset, tokenizer, compressor, make_config):
     return make
 
 
-def gradients(model):
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
-
-
 def text_of(batch):
     return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
@@ -75,45 +68,7 @@ def test_loss_is_the_sum_of_every_ratios_own_cross_entropy(make_trainer, dataset
     loss = trainer.compute_loss(model, batch)
     loss.backward()
     torch.testing.assert_close(loss, plain)
-    found = gradients(model)
-    assert set(found) == set(expected)
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, expected[name], msg=name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("padding_side", "settings"),
-    [
-        ("left", {}),
-        ("right", {}),
-        pytest.param(
-            "right",
-            {"torch_compile_backend": "eager", "max_steps": 1, "gradient_checkpointing": True},
-            marks=pytest.mark.release,
-        ),
-    ],
-)
-def test_stock_sft_trainer_trains_with_the_collator(dataset, tokenizer, compressor, tmp_path, padding_side, settings):
-    torch._dynamo.reset()
-    before = {name: p.detach().clone() for name, p in compressor.named_parameters()}
-    trainable = {name for name, p in compressor.named_parameters() if p.requires_grad}
-    fields = {**RUN, "max_steps": 4, "per_device_train_batch_size": 3, "learning_rate": 1e-2, **settings}
-    fields["torch_compile"] = "torch_compile_backend" in settings
-    given = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
-    args = SFTConfig(str(tmp_path / "stock"), **fields, **given)
-    trainer = SFTTrainer(
-        model=compressor,
-        args=args,
-        train_dataset=dataset.as_dataset(),
-        processing_class=tokenizer,
-        data_collator=collate(tokenizer, "compressed", ratios=[2, 4], padding_side=padding_side),
-    )
-    trainer.train()
-    moved = {name for name, p in compressor.named_parameters() if not torch.equal(p.detach(), before[name])}
-    # B starts at zero, so that one step leaves A as it is.
-    assert moved == {name for name in trainable if args.max_steps > 1 or "lora_A" not in name}
-    assert moved
+    assert_same_gradients(gradients(model), expected)
 
 
 def test_ratio_schedule_says_which_ratios_a_step_has(make_trainer):
@@ -160,16 +115,12 @@ def test_distillation_equals_a_plain_computation(
     if not own_base:
         teacher = LlamaForCausalLM.from_pretrained(base_folder)
         torch.manual_seed(1)
-        for parameter in teacher.parameters():
-            parameter.data += 0.1 * torch.randn_like(parameter)
+        disturb(teacher)
     reference = (language_model if own_base else copy.deepcopy(teacher)).eval()
     weights = {"kl_weight": 2.0, "nll_weight": 1.0} if own_base else {"kl_weight": 1.0, "nll_weight": 0.0}
     trainer = make_trainer(DistillationTrainer, "distillation", weights, teacher=teacher)
-    model = trainer.model.train()
     torch.manual_seed(2)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.1 * torch.randn_like(parameter)
+    model = disturb(trainer.model.train())
     batch = collate(tokenizer, "distillation")([dataset[index] for index in range(4)])
     with torch.no_grad():
         teacher_logits = reference(
@@ -181,10 +132,8 @@ def test_distillation_equals_a_plain_computation(
     loss = trainer.compute_loss(model, batch)
     loss.backward()
     torch.testing.assert_close(loss, plain, rtol=1e-4, atol=1e-5)
-    found = gradients(model)
-    assert set(found) == set(expected) == {name for name, p in model.named_parameters() if p.requires_grad}
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5, msg=name)
+    assert expected.keys() == trainable(model)
+    assert_same_gradients(gradients(model), expected)
     if teacher is not None:
         assert not any(p.requires_grad for p in teacher.parameters())
 
@@ -198,17 +147,7 @@ def test_accumulated_distillation_equals_one_big_batch(make_trainer, dataset, to
         trainer.training_step(model, collator([dataset[start], dataset[start + 1]]))
     split = gradients(model)
     trainer.compute_loss(model, collator([dataset[index] for index in range(4)])).backward()
-    for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, split[name], rtol=1e-3, atol=1e-6, msg=name)
-
-
-def test_evaluation_gives_a_loss_for_each_ratio(make_trainer, dataset):
-    trainer = make_trainer()
-    metrics = trainer.evaluate(dataset.as_dataset().select(range(4)))
-    assert metrics["eval_loss"] > 0
-    entry = trainer.state.log_history[-1]
-    mean = (entry["eval_loss_ratio_2"] + entry["eval_loss_ratio_4"]) / 2
-    assert metrics["eval_loss"] == entry["eval_loss"] == entry["eval_loss_sum_over_ratios"] / 2 == pytest.approx(mean)
+    assert_same_gradients(gradients(model), split, atol=1e-6)
 
 
 def test_an_evaluation_weighs_all_targets_alike_in_batches_of_any_size(make_trainer, compressor, dataset):
@@ -222,6 +161,8 @@ def test_an_evaluation_weighs_all_targets_alike_in_batches_of_any_size(make_trai
         found.append({name: value for name, value in entry.items() if "loss" in name or "accuracy" in name})
     assert {"eval_loss", "eval_loss_ratio_2", "eval_token_accuracy_ratio_4"} < found[0].keys()
     assert [pytest.approx(metrics, rel=1e-4) for metrics in found[1:]] == [found[0]] * 2
+    losses = [found[0][f"eval_loss_ratio_{ratio}"] for ratio in (2, 4)]
+    assert found[0]["eval_loss_sum_over_ratios"] == pytest.approx(sum(losses)) == 2 * found[0]["eval_loss"]
 
 
 @pytest.mark.slow

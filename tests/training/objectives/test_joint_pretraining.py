@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from parameters import assert_same_gradients, disturb, gradients, trainable
 from torch.nn import functional
 
 from context_compressors.data.task_tokens import task_start_ids
@@ -37,12 +38,8 @@ def build(base_folder):
     def build_model(name="icae_enhanced", **fields):
         model_class, settings = METHODS[name]
         torch.manual_seed(0)
-        model = model_class.from_base(base_folder, **{**settings, **fields})
         # The adapters' B starts at zero, which would leave A without a gradient.
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data += 0.05 * torch.randn_like(parameter)
-        return model
+        return disturb(model_class.from_base(base_folder, **{**settings, **fields}), 0.05)
 
     return build_model
 
@@ -71,18 +68,6 @@ def collator_of(model, tokenizer, mode="joint", context_mode="compressed", **fie
         task_start_ids=task_start_ids(model.config),
         **fields,
     )
-
-
-def gradients(model):
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
-
-
-def assert_same_gradients(found, expected):
-    assert set(found) == set(expected)
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6, msg=name)
 
 
 def separate_steps(model, batch, alpha, ratios=(2, 4)):
@@ -117,7 +102,7 @@ def test_shared_slots_give_the_loss_and_gradients_of_separate_steps(
     torch.testing.assert_close(loss, plain)
     found = gradients(model)
     assert_same_gradients(found, expected)
-    assert set(found) == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert found.keys() == trainable(model)
     if "without" not in name:
         assert (found["model.task_embeddings"].abs().sum(dim=1) > 0).all()
 

@@ -57,13 +57,7 @@ def recipe(data_dir, encoder):
         "per_device_train_batch_size": 4,
         "max_steps": 4,
         "learning_rate": 1.0e-2,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
         "save_dtype": "float16",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
     }
     return write_recipe(data_dir, **fields)
 

@@ -4,11 +4,10 @@
 import math
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 import yaml
+from record_files import write_files
 from small_recipes import write_recipe
 from transformers import AutoModelForTextEncoding, AutoTokenizer
 
@@ -33,45 +32,35 @@ ANIMALS = ("otter", "heron", "badger", "salmon", "lynx", "raven", "toad", "viper
 
 
 @pytest.fixture
-def write_tables(tmp_path: Path):
-    """Write the three tables of a collection; what is given takes the place of a table's columns."""
-
-    def write(**tables) -> str:
-        columns = {
-            "corpus": {
-                "id": [f"d{i}" for i in range(len(ANIMALS))],
-                "title": [f"The {animal}" if i else None for i, animal in enumerate(ANIMALS)],
-                "text": [f"A {animal} sleeps at noon." for animal in ANIMALS],
-            },
-            "queries": {
-                "id": [f"q{i}" for i in range(len(ANIMALS))],
-                "query": [f"When does a {animal} sleep?" for animal in ANIMALS],
-            },
-            "relevance": {
-                "query_id": [f"q{i}" for i in range(len(ANIMALS))] + ["q0", "q1"],
-                "doc_id": [f"d{i}" for i in range(len(ANIMALS))] + ["d1", "d5"],
-                "score": [1] * (len(ANIMALS) + 1) + [0],
-            },
-        }
-        for name, content in {**columns, **tables}.items():
-            pyarrow.parquet.write_table(pyarrow.table(content), tmp_path / f"{name}.parquet")
-        return str(tmp_path)
-
-    return write
+def folder(tmp_path: Path) -> str:
+    """A folder with the three tables of a collection."""
+    places = range(len(ANIMALS))
+    documents = [
+        {"id": f"d{i}", "title": f"The {animal}" if i else None, "text": f"A {animal} sleeps at noon."}
+        for i, animal in enumerate(ANIMALS)
+    ]
+    pairs = [*((i, i, 1) for i in places), (0, 1, 1), (1, 5, 0)]
+    tables = {
+        "corpus.parquet": documents,
+        "queries.parquet": [{"id": f"q{i}", "query": f"When does a {ANIMALS[i]} sleep?"} for i in places],
+        "relevance.parquet": [{"query_id": f"q{q}", "doc_id": f"d{d}", "score": score} for q, d, score in pairs],
+    }
+    write_files(tmp_path, tables)
+    return str(tmp_path)
 
 
 # --- data ---
 
 
-def test_examples_are_the_relevant_pairs(tokenizer, write_tables):
-    data = RetrievalPairs(DataArguments(sources=[SOURCE], data_dir=write_tables()), tokenizer)
+def test_examples_are_the_relevant_pairs(tokenizer, folder):
+    data = RetrievalPairs(DataArguments(sources=[SOURCE], data_dir=folder), tokenizer)
     assert [data[index]["id"] for index in range(len(data))] == [*(f"q{i}-d{i}" for i in range(8)), "q0-d1"]
     assert data[1]["documents"] == [document_id("The heron A heron sleeps at noon.")]
     assert tokenizer.decode(data[0]["document_ids"], skip_special_tokens=True) == "A otter sleeps at noon."
 
 
-def test_a_batch_is_padded_and_keys_tell_equal_texts(tokenizer, write_tables):
-    data = RetrievalPairs(DataArguments(sources=[SOURCE, SOURCE], data_dir=write_tables()), tokenizer)
+def test_a_batch_is_padded_and_keys_tell_equal_texts(tokenizer, folder):
+    data = RetrievalPairs(DataArguments(sources=[SOURCE, SOURCE], data_dir=folder), tokenizer)
     assert len(data) == 2 * 9
     batch = RetrievalCollator(0)([data[index] for index in (0, 8, 1, 9)])
     # Rows 0 and 8 have one query, 8 and 1 one document; the second source's are others.
@@ -116,8 +105,7 @@ def test_contrastive_loss_is_the_loop_over_queries(first):
 
 
 @pytest.mark.slow
-def test_a_recipe_trains_a_model_that_finds_the_documents(write_tables, base_folder, tmp_path):
-    folder = write_tables()
+def test_a_recipe_trains_a_model_that_finds_the_documents(folder, base_folder, tmp_path):
     output = tmp_path / "out"
     fields = {"objective": "retrieval", "method": "decal", "method_config": {"compression_ratios": [2]}}
     fields |= {"tokenizer": str(base_folder), "model_config": TINY, "sources": [SOURCE], "data_dir": folder, "seed": 1}
@@ -136,24 +124,17 @@ def test_a_recipe_trains_a_model_that_finds_the_documents(write_tables, base_fol
     assert TrainingDocuments.of(output) == TrainingDocuments(set(map(document_id, texts)))
 
 
-def new_trainer(tokenizer, folder, make_config, **fields):
+@pytest.mark.slow
+def test_the_loss_adds_up_over_ratios_and_every_weight_trains(tokenizer, folder, make_config):
     torch.manual_seed(0)
-    config = DeCALConfig(
-        decoder_config={"vocab_size": len(tokenizer), **TINY, "pad_token_id": tokenizer.pad_token_id},
-        compression_ratios=[2, 4],
-    )
-    return RetrievalTrainer(
-        model=DeCALForRetrieval(config),
-        args=make_config(per_device_train_batch_size=4, **fields),
+    shape = {"vocab_size": len(tokenizer), **TINY, "pad_token_id": tokenizer.pad_token_id}
+    model = DeCALForRetrieval(DeCALConfig(decoder_config=shape, compression_ratios=[2, 4]))
+    trainer = RetrievalTrainer(
+        model=model,
+        args=make_config(per_device_train_batch_size=4, contrastive_temperature=0.5),
         train_dataset=RetrievalPairs(DataArguments(sources=[SOURCE], data_dir=folder), tokenizer),
         data_collator=RetrievalCollator(tokenizer.pad_token_id),
     )
-
-
-@pytest.mark.slow
-def test_the_loss_adds_up_over_ratios_and_every_weight_trains(tokenizer, write_tables, make_config):
-    trainer = new_trainer(tokenizer, write_tables(), make_config, contrastive_temperature=0.5)
-    model = trainer.model
     batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
     expected = 0
     for ratio in (2, 4):

@@ -4,6 +4,7 @@
 import datasets
 import pytest
 import torch
+from byte_tokenizers import CHAT_TEMPLATE
 from small_recipes import RUN
 from trl import SFTConfig, SFTTrainer
 
@@ -13,10 +14,6 @@ from context_compressors.modeling.parts.prompting import message_ids, opening_id
 from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 
-TEMPLATE = (
-    "{% for m in messages %}BOS{{ m['role'] + '\n' + m['content'] }}EOS\n{% endfor %}"
-    "{% if add_generation_prompt %}BOSassistant\n{% endif %}"
-)
 CONTEXT = "Nora keeps eleven bees."
 
 
@@ -30,8 +27,7 @@ LONGER = [*CONVERSATION, said("user", "How many?"), said("assistant", "eleven")]
 
 @pytest.fixture
 def chat(tokenizer, base_folder, monkeypatch):
-    template = TEMPLATE.replace("BOS", tokenizer.bos_token).replace("EOS", tokenizer.eos_token)
-    monkeypatch.setattr(tokenizer, "chat_template", template)
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATE)
     torch.manual_seed(0)
     how = {"prompt_format": "chat", "slots_after_ids": opening_ids(tokenizer)}
     return MeanPoolingForCausalLM.from_base(base_folder, compression_ratios=[2, 4], **how)
