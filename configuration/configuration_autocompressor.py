@@ -97,14 +97,14 @@ class AutoCompressorConfig(MemoryTokensConfig):
         return "lloco" if self.training_stage == READER else super().card_text
 
     @property
-    def stage_parameters(self) -> tuple[str, ...] | None:
+    def stage_parameters(self) -> tuple[str, ...] | None:  # type: ignore[override]
         """In LLoCO's stage the decoder's own adapter; nothing once that is merged."""
         if not self.has_frozen_memories:
             return None
         return () if self.decoder_lora is None else (r"\.lora_[AB]\.decoder\.",)
 
     @property
-    def has_frozen_memories(self) -> bool:
+    def has_frozen_memories(self) -> bool:  # type: ignore[override]
         """Return whether this stage changes no memory: LLoCO's."""
         return self.training_stage == READER
 

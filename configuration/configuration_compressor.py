@@ -2,6 +2,7 @@
 """Configuration shared by every context compressor."""
 
 from bisect import bisect_left
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -108,6 +109,20 @@ class CompressorConfig(PreTrainedConfig):
     restores_context_start = True
     # Whether long contexts can be cut into chunks.
     has_chunks = True
+    # Whether a language model reads the context.
+    has_encoder = True
+    # Learned tokens that can stand behind a chunk; `None`: as many as it takes.
+    num_memory_tokens: int | None = None
+    # Whether a context is compressed together with its question, so that a memory answers no other one.
+    compresses_questions = False
+    # Whether the method's own last map starts at zero with `embedding_residual`, in place of a map for that.
+    maps_slots = False
+    # Whether BOS stands in front of a task token behind slots, too.
+    bos_before_task_token = False
+    # Patterns of what trains in the present one of a method's stages; `None`: adapters and the method's parts.
+    stage_parameters: tuple[str, ...] | None = None
+    # Whether this stage of a training changes no memory: the decoder's own adapter alone trains.
+    has_frozen_memories = False
     # The packaged prompts of texts that start with no task token and stand in no chat: their name, and their question.
     plain_prompts = ("default", "\nQuestion: {question}\nAnswer:")
     # The method's fields that a model card names -> what it calls them.
@@ -310,51 +325,15 @@ class CompressorConfig(PreTrainedConfig):
         return behind_task_token if self.task_token_ids else self.plain_prompts
 
     @property
-    def stage_parameters(self) -> tuple[str, ...] | None:
-        """Patterns of what trains in the present one of a method's stages; `None`: adapters and the method's parts."""
-        return None
-
-    @property
-    def has_frozen_memories(self) -> bool:
-        """Return whether this stage of a training changes no memory: the decoder's own adapter alone trains."""
-        return False
-
-    @property
     def decoder_adapter(self) -> dict[str, Any] | None:
         """Settings of an adapter of the decoder's own; `None` where it has none, or reads with a shared one alone."""
         is_shared = self.shared_adapter and not self.has_frozen_memories and self.decoder_lora == self.encoder_lora
         return None if is_shared else self.decoder_lora
 
-    @property
-    def bos_before_task_token(self) -> bool:
-        """Return whether BOS stands in front of a task token behind slots, too."""
-        return False
-
-    @property
-    def compresses_questions(self) -> bool:
-        """Return whether a context is compressed together with its question, so that a memory answers no other one."""
-        return False
-
-    @property
-    def maps_slots(self) -> bool:
-        """True if the method's own last map starts at zero with `embedding_residual`, in place of a map for that."""
-        return False
-
-    @property
-    def vocab_size(self) -> int:
-        return self.decoder_config.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.decoder_config.hidden_size
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return self.decoder_config.num_hidden_layers
-
-    @property
-    def num_attention_heads(self) -> int:
-        return self.decoder_config.num_attention_heads
+    vocab_size: Any = property(attrgetter("decoder_config.vocab_size"))
+    hidden_size: Any = property(attrgetter("decoder_config.hidden_size"))
+    num_hidden_layers: Any = property(attrgetter("decoder_config.num_hidden_layers"))
+    num_attention_heads: Any = property(attrgetter("decoder_config.num_attention_heads"))
 
     @property
     def max_position_embeddings(self) -> int | None:
@@ -363,19 +342,9 @@ class CompressorConfig(PreTrainedConfig):
     # --- how much a context costs, and how long it may be ---
 
     @property
-    def has_encoder(self) -> bool:
-        """Return whether a language model reads the context."""
-        return True
-
-    @property
     def encoder_limit(self) -> int | None:
         """Positions of the language model that reads whole chunks, which are then no longer; `None` for no limit."""
         return max_positions(self.get_encoder_config()) if self.has_encoder else None
-
-    @property
-    def num_memory_tokens(self) -> int | None:
-        """Learned tokens that can stand behind a chunk; `None`: as many as it takes."""
-        return None
 
     def chunk_slots(self, num_tokens: int, ratio: int) -> int:
         """Slots of a chunk of so many tokens: ceil(n / r)."""

@@ -154,7 +154,7 @@ class DeCALConfig(CompressorConfig):
         return self.decoder_start_token_id
 
     @property
-    def compresses_questions(self) -> bool:
+    def compresses_questions(self) -> bool:  # type: ignore[override]
         """Return whether questions are placed in the encoder."""
         return self.question_placement == "encoder"
 

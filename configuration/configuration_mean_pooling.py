@@ -71,12 +71,12 @@ class MeanPoolingConfig(CompressorConfig):
             )
 
     @property
-    def has_encoder(self) -> bool:
+    def has_encoder(self) -> bool:  # type: ignore[override]
         """Return whether hidden states are pooled, and not token embeddings."""
         return self.encoder_type == "language_model"
 
     @property
-    def maps_slots(self) -> bool:
+    def maps_slots(self) -> bool:  # type: ignore[override]
         """See [`CompressorConfig.maps_slots`]."""
         return self.linear_after_pooling or self.normed_mlp_size is not None
 

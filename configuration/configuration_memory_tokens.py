@@ -31,6 +31,7 @@ class MemoryTokensConfig(CompressorConfig):
     """
 
     card_fields = {**CompressorConfig.card_fields, "memory_tokens": "Memory tokens of a chunk"}
+    default_task_tokens: tuple[str, ...] = TASK_TOKENS
 
     def __init__(
         self,
@@ -57,11 +58,6 @@ class MemoryTokensConfig(CompressorConfig):
         if task_token_ids is None:
             self.task_token_ids = {token: self.vocab_size + i for i, token in enumerate(self.default_task_tokens)}
 
-    @property
-    def default_task_tokens(self) -> tuple[str, ...]:
-        """The task tokens that there are when none are given."""
-        return TASK_TOKENS
-
     def chunk_slots(self, num_tokens: int, ratio: int) -> int:
         """ceil(n / r); ceil(L / r) of a chunk of any length with `memory_tokens="fixed"`."""
         return super().chunk_slots(self._longest_chunk if self.memory_tokens == "fixed" else num_tokens, ratio)
@@ -71,7 +67,7 @@ class MemoryTokensConfig(CompressorConfig):
         return self.chunk_slots(num_tokens, ratio)
 
     @property
-    def num_memory_tokens(self) -> int:
+    def num_memory_tokens(self) -> int:  # type: ignore[override]
         """Learned memory tokens, |M| = ceil(L / r) for the lowest ratio."""
         return super().chunk_slots(self._longest_chunk, min(self.compression_ratios))
 

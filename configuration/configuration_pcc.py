@@ -34,6 +34,7 @@ class PCCConfig(MemoryTokensConfig):
     model_type = "pcc_compressor"
     # The text of a reconstruction starts right behind [AE].
     restores_context_start = False
+    default_task_tokens = ("[AE]",)
     card_fields = {**MemoryTokensConfig.card_fields, "train_encoder": "Whether the whole encoder was trained"}
 
     def __init__(
@@ -60,12 +61,7 @@ class PCCConfig(MemoryTokensConfig):
             raise ValueError(f"`encoder_lora` must be None with `train_encoder`, got {self.encoder_lora!r}")
 
     @property
-    def default_task_tokens(self) -> tuple[str, ...]:
-        """[AE] alone."""
-        return ("[AE]",)
-
-    @property
-    def bos_before_task_token(self) -> bool:
+    def bos_before_task_token(self) -> bool:  # type: ignore[override]
         """Return whether BOS stands in front of [AE], too, from where it moves in front of the slots."""
         return self.bos_before_slots
 

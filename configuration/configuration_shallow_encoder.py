@@ -70,7 +70,7 @@ class ShallowEncoderConfig(CompressorConfig):
         self.encoder_config = first_layers(encoder, self.encoder_layers)
 
     @property
-    def stage_parameters(self) -> tuple[str, ...] | None:
+    def stage_parameters(self) -> tuple[str, ...] | None:  # type: ignore[override]
         """In knowledge extraction fine-tuning W_Q, W_K and W_V of every decoder layer (GMSA, equation 6)."""
         return (QUERY_KEY_VALUE,) if self.training_stage == KEFT else None
 

@@ -51,7 +51,7 @@ class SnapKVConfig(KeyValueSelectionConfig):
         super().__init__(**kwargs)
 
     @property
-    def compresses_questions(self) -> bool:
+    def compresses_questions(self) -> bool:  # type: ignore[override]
         """Return whether a context is compressed together with its question, so that a memory answers no other one."""
         return self.question_placement == "encoder"
 

@@ -30,7 +30,7 @@ class TCPAutoencoderConfig(ShallowEncoderConfig):
         super().__init__(**kwargs)
 
     @property
-    def num_memory_tokens(self) -> int:
+    def num_memory_tokens(self) -> int:  # type: ignore[override]
         """Learned tokens behind the context."""
         return self.appended_tokens
 
