@@ -279,8 +279,7 @@ class ActivationBeaconModel(CompressorModel):
                 position_ids=position_ids,
                 cache=cache,
             )
-        # Under autocast rotated keys are float32 and values are not.
-        kept = tuple((keys.to(self.dtype), values.to(self.dtype)) for keys, values in cache.recorder.close())
+        kept = cache.recorder.close(self.dtype)
         memory = memory.with_window(kept, num_slots + window.kept, window.num_kept)
         return take_places(states, window.tokens), memory
 

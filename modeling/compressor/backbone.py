@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -18,14 +19,7 @@ from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import inverse_frequencies, key_value_shape
 from ..parts.length_batches import length_batches
 from ..parts.position_layout import encoder_memory_ids
-from .chunking import (
-    Chunks,
-    Slots,
-    cut,
-    gathered,
-    join,
-    with_markers,
-)
+from .chunking import Chunks, Slots, cut, gathered, join, with_markers
 from .pretrained_compressor import CompressorPreTrainedModel
 from .validation import TokenRows, check_context_length, check_ratios, check_together, token_rows
 
@@ -62,7 +56,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
         Returns:
             For each ratio, slots `(num_chunks, num_slots, hidden_size)`, left-aligned: as many for each chunk as the
             configuration's `chunk_slots` says, and behind them anything. Where the carrier is key/values, for each
-            layer keys and values `(num_chunks, num_heads, num_slots, head_dim)`.
+            layer keys and values `(num_chunks, num_heads, num_slots, head_dim)`. A dataclass holds several fields of
+            `CompressedContext`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define `encode`; use the model class of a method")
 
@@ -175,9 +170,11 @@ class CompressorBackbone(CompressorPreTrainedModel):
             counts = self.kept_slots(chunks, chunk_ratio)
             if around and isinstance(slots, Tensor) and max(counts):
                 slots, counts = with_markers(slots, counts, *around)
-            fields, slot_mask = self.joined_slots(slots, counts, chunks.chunks_per_row)
+            fields = vars(slots) if is_dataclass(slots) else {config.carrier: slots}
+            joined = {name: join(field, counts, chunks.chunks_per_row) for name, field in fields.items()}
+            slot_mask = joined[config.carrier][1]
             memory = CompressedContext(
-                **fields,
+                **{name: field for name, (field, _) in joined.items()},
                 inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
                 attention_mask=slot_mask,
                 position_ids=self.slot_positions(slot_mask, chunks, counts),
@@ -247,12 +244,6 @@ class CompressorBackbone(CompressorPreTrainedModel):
         ids = encoder_memory_ids(lengths, of_chunks, chunks.starts, layout, max(counts))
         joined: Any = join(ids[:, :, None], counts, chunks.chunks_per_row)[0]
         return joined[:, :, 0] * slot_mask
-
-    def joined_slots(self, slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
-        """Return the slots of `encode` as fields of a `CompressedContext`, and their mask; arguments as of
-        [`join`]."""
-        joined, slot_mask = join(slots, counts, chunks_per_row)
-        return {self.config.carrier: joined}, slot_mask
 
     def _no_slots(self, num_chunks: int) -> Slots:
         """Return the slots of contexts without any token."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -105,6 +105,8 @@ def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
         order: for each chunk its place among those of all groups, or their number where it is in none.
     """
     first = parts[0]
+    if is_dataclass(first):
+        return replace(first, **{name: gathered([vars(part)[name] for part in parts], order) for name in vars(first)})
     if not isinstance(first, Tensor):
         layers = [zip(*of_layer, strict=True) for of_layer in zip(*parts, strict=True)]
         return tuple(tuple(gathered(states, order) for states in of_layer) for of_layer in layers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -28,13 +28,12 @@ from ..memory.key_value_memory import (
     KeyValueRecorder,
     ReadOnlyCache,
     cached_pairs,
-    key_value_shape,
     note_cached_pairs,
 )
 from ..parts.attention_masks import PAIRWISE_MASKS, copy_with_shared_weights, with_sight
 from ..parts.cache_name import CACHE
 from ..parts.packing import take_places
-from .chunking import Chunks, join
+from .chunking import Chunks
 from .modeling_compressor import CompressorModel
 
 # Tokens of the piece before it that a piece starts with: what it goes on from (KVzip).
@@ -385,24 +384,12 @@ class HeadwiseModel(CompressorModel):
     def num_places(self, memory: CompressedContext | None) -> int:
         return 0 if memory is None or memory.head_ids is not None else super().num_places(memory)
 
-    def joined_slots(self, slots: Any, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
-        if not isinstance(slots, HeadwisePairs):
-            return super().joined_slots(slots, counts, chunks_per_row)
-        joined = {name: join(field, counts, chunks_per_row) for name, field in vars(slots).items()}
-        return {name: field for name, (field, _) in joined.items()}, joined["head_ids"][1]
-
-    def _room(self, num_chunks: int, num_slots: int) -> HeadwisePairs:
-        """Pairs of any values."""
-        layers, heads, head_dim = key_value_shape(self.config.decoder_config)
-        size, of_pairs = (num_chunks, heads, num_slots, head_dim), (num_chunks, num_slots, layers * heads)
-        states = [torch.empty(size, dtype=self.dtype, device=self.device) for _ in range(2 * layers)]
-        heads_and_ratios = (
-            torch.empty(of_pairs, dtype=dtype, device=self.device) for dtype in (torch.int16, torch.uint8)
-        )
-        return HeadwisePairs(tuple(zip(states[::2], states[1::2], strict=True)), *heads_and_ratios)
-
     def _no_slots(self, num_chunks: int) -> Any:
-        return self._room(num_chunks, 0) if self._reads_by_heads else super()._no_slots(num_chunks)
+        pairs: Any = super()._no_slots(num_chunks)
+        if not self._reads_by_heads:
+            return pairs
+        of_pairs = pairs[0][0].new_empty(num_chunks, 0, len(pairs) * pairs[0][0].shape[1])
+        return HeadwisePairs(pairs, of_pairs.to(torch.int16), of_pairs.to(torch.uint8))
 
     # Dynamo would trace the copying of all modules, for minutes.
     @torch.compiler.disable

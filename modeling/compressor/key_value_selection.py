@@ -15,7 +15,7 @@ from ..memory.compressed_context import CompressedContext, KeyValues
 from ..memory.key_value_memory import inverse_frequencies
 from ..parts.attention_masks import copy_with_shared_weights
 from ..parts.packing import left_padded
-from ..parts.position_layout import rotate_keys
+from ..parts.position_layout import moved_pairs
 from .backbone import slot_counts
 from .chunking import Chunks
 from .modeling_compressor import CompressorModel
@@ -159,26 +159,19 @@ class KeyValueSelectionModel(CompressorModel):
             (keys.take_along_dim(at[..., None], dim=2), values.take_along_dim(at[..., None], dim=2))
             for (keys, values), at in zip(read.key_values, places, strict=True)
         ]
-        if self.config.position_layout == "default":
-            positions = [read.position_ids[:, None].take_along_dim(at, dim=2) for at in places]
-            moved = self._renumbered([keys for keys, _ in kept], positions)
-            kept = [(keys, values) for keys, (_, values) in zip(moved, kept, strict=True)]
-        return tuple(kept)
-
-    def _renumbered(self, keys: Sequence[Tensor], positions: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Rotate keys of each layer from their positions, `(batch_size, num_heads or 1, num_slots)`, to 0, 1, ..."""
+        if self.config.position_layout != "default":
+            return tuple(kept)
         frequencies = inverse_frequencies(self.language_model)
         if frequencies is None:
             raise ValueError(
                 "`position_layout='default'` moves keys to other positions, and the rotary embedding of a base of "
                 f"type {self.config.decoder_config.model_type!r} does not tell how: take 'enhanced'"
             )
-        together = torch.stack(list(keys))
-        offsets = torch.arange(together.shape[3], device=together.device) - torch.stack(list(positions))
-        # Each key is a row with an offset of its own.
-        rows = together.reshape(-1, 1, 1, together.shape[-1])
-        moved = rotate_keys(rows, offsets.expand(together.shape[:-1]).reshape(-1), frequencies)
-        return moved.view_as(together).unbind(0)
+        # Keys move from their positions to 0, 1, ..., of all layers by one wait for the device.
+        positions = torch.cat([read.position_ids[:, None].take_along_dim(at, dim=2) for at in places])
+        offsets = torch.arange(positions.shape[2], device=positions.device) - positions
+        ((moved, values),) = moved_pairs([tuple(map(torch.cat, zip(*kept, strict=True)))], offsets, frequencies)
+        return tuple(zip(moved.chunk(len(kept)), values.chunk(len(kept)), strict=True))
 
 
 def kept_places(priority: Tensor, is_context: Tensor, num_slots: Tensor, width: int) -> Tensor:

@@ -199,7 +199,6 @@ class MemoryTokenModel(CompressorModel):
         """Return the memory tokens' keys and values of each ratio, by layer."""
         recorder = KeyValueRecorder(rows.places)
         self.encoder_states(**rows.inputs, cache=recorder)
-        # Under autocast rotated keys are float32 and values are not.
-        layers = [(keys.to(self.dtype), values.to(self.dtype)) for keys, values in recorder.close()]
+        layers = recorder.close(self.dtype)
         spans = [slice(first, first + mask.shape[1]) for first, mask in rows.groups]
         return [tuple((keys[:, :, span], values[:, :, span]) for keys, values in layers) for span in spans]

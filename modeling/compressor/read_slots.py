@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ..checkpoint.fingerprints import version
+from ..memory.carriers import map_carrier
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import position_bytes, sliding_window
 from ..parts.attention_masks import run_backbone
@@ -70,8 +71,11 @@ class ReadSlots:
             rows = {name: self._rows[name] for name in names if name in self._rows}
             self._rows = {name: row for name, row in self._rows.items() if name not in rows} | rows
         if missing := [row for row, name in enumerate(names) if name not in rows]:
-            found = slots_as_key_values(self.backbone, memory.rows(missing), first)
-            new = {names[row]: _row_alone(found.rows(place)) for place, row in enumerate(missing)}
+            read = slots_as_key_values(self.backbone, memory.rows(missing), first)
+            alone = map(read.rows, range(len(missing)))
+            # Copies: what is cut out of a batch would keep all of it.
+            copies = [replace(row, check=False, **map_carrier(row, torch.clone)) for row in alone]
+            new = dict(zip((names[row] for row in missing), copies, strict=True))
             self._keep(new, versions)
             rows |= new
         return memory.stack([rows[name] for name in names]), [text[len(first) :] for text in texts]
@@ -119,22 +123,10 @@ def slots_as_key_values(backbone: Any, memory: CompressedContext, first: Sequenc
     )
 
 
-def _row_alone(memory: CompressedContext) -> CompressedContext:
-    """Return a row of a batch in tensors of its own, without the pads behind it."""
-    real = slice(int(memory.num_slots))
-    pairs = tuple((keys[:, :, real].clone(), values[:, :, real].clone()) for keys, values in memory.key_values or ())
-    fields: dict[str, Any] = {
-        "attention_mask": memory.attention_mask[:, real],
-        "position_ids": memory.position_ids[:, real],
-    }
-    return replace(memory, check=False, key_values=pairs, **fields)
-
-
 def _row_digest(row: CompressedContext, first: Sequence[int]) -> bytes:
     """Return a digest of the values and places of a row's slots."""
-    real = slice(int(row.num_slots))
     digest = hashlib.sha256(f"{row.model_id}{row.position_layout}{list(first)}".encode())
-    tensors: list[Any] = [row.embeddings, row.position_ids]
-    for tensor in (*(tensor[:, real] for tensor in tensors), row.num_context_tokens):
+    tensors: list[Any] = [row.embeddings, row.position_ids, row.num_context_tokens]
+    for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.digest()

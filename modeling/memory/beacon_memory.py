@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..parts.packing import take_places
-from ..parts.position_layout import rotated, rotation
+from ..parts.position_layout import moved_pairs
 from .compressed_context import KeyValues
 
 
@@ -107,13 +107,13 @@ class BeaconMemory:
         """Keys and values with the keys rotated at 0, 1, ..., one behind the other."""
         if not self.width:
             return self.key_values
-        return self._moved(self.key_values, torch.arange(self.width)[None])
+        return moved_pairs(self.key_values, torch.arange(self.width)[None], self.inverse_frequencies)
 
     def with_window(self, key_values: KeyValues, position_ids: Tensor, num_kept: Sequence[int]) -> BeaconMemory:
         """Return the memory with `num_kept` keys and values of one more window behind it, rotated at
         `position_ids`."""
         width, added = self.width, max(num_kept)
-        new = self._moved(key_values, -position_ids) if added else key_values
+        new = moved_pairs(key_values, -position_ids, self.inverse_frequencies) if added else key_values
         num_slots = [old + count for old, count in zip(self.num_slots, num_kept, strict=True)]
         pairs: list[Any] = [
             tuple(torch.cat([old, own], dim=2) for old, own in zip(*layer, strict=True))
@@ -137,9 +137,3 @@ class BeaconMemory:
             for layer in self.key_values
         )
         return replace(self, key_values=pairs, num_slots=[max_slots] * len(self.num_slots))
-
-    def _moved(self, key_values: KeyValues, offsets: Tensor) -> KeyValues:
-        if self.inverse_frequencies is None:
-            return key_values
-        tables = rotation(offsets, self.inverse_frequencies, key_values[0][0])
-        return tuple((rotated(keys, tables), values) for keys, values in key_values)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -30,15 +29,6 @@ class HeadwisePairs:
     key_values: KeyValues
     head_ids: Tensor
     coarsest_ratios: Tensor
-
-    def put(self, rows: Sequence[int], part: HeadwisePairs) -> None:
-        """Write rows into it, which may have fewer slots."""
-        for whole, tensor in zip(self._tensors(), part._tensors(), strict=True):
-            dim = 1 if whole.dim() == 3 else 2
-            whole.narrow(dim, 0, tensor.shape[dim])[rows] = tensor
-
-    def _tensors(self) -> list[Tensor]:
-        return [*chain.from_iterable(self.key_values), self.head_ids, self.coarsest_ratios]
 
 
 def kept_pairs(key_values: KeyValues, scores: Tensor, mask: Tensor, counts: Sequence[int]) -> HeadwisePairs:

@@ -82,11 +82,13 @@ class KeyValueRecorder(DynamicCache):
         if self._take is not None and self._is_open:
             self.inputs.append(self._take(layer, states.detach()))
 
-    def close(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of all layers in order, each `(batch_size, num_heads, num_memory_tokens, head_dim)`."""
+    def close(self, dtype: torch.dtype) -> KeyValues:
+        """Return keys and values of all layers in order, each `(batch_size, num_heads, num_memory_tokens,
+        head_dim)`."""
         self._is_open = False
         recorded, self._recorded = self._recorded, {}
-        return [recorded[layer] for layer in sorted(recorded)]
+        # Under autocast rotated keys are float32 and values are not.
+        return tuple((keys.to(dtype), values.to(dtype)) for _, (keys, values) in sorted(recorded.items()))
 
 
 class ReadOnlyCache(DynamicCache):

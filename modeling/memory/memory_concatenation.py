@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..parts.position_layout import rotate_keys
+from ..parts.position_layout import moved_pairs
 from .carriers import PAIR_FIELDS, carrier_tensors, map_carrier, scale_tensors
 from .memory_quantization import quantization_of
 from .memory_validation import is_memory
@@ -43,15 +43,18 @@ def concatenate_memories(given: Iterable[Memory]) -> Memory:
             memory.position_ids + offset[:, None] * is_moved for memory, offset in zip(memories, offsets, strict=True)
         ]
         position_ids = torch.cat(ids, dim=1).gather(1, order) * mask
-    if first.carrier == "embeddings":
-        names = ["embeddings"] if quantization_of(first.dtype) is None else ["embeddings", "scales"]
-        slots = {name: torch.cat([vars(memory)[name] for memory in memories], dim=1) for name in names}
-        places = order[:, :, None], mask[:, :, None]
-        carrier: dict[str, Any] = {name: _packed(tensor, *places, slot_dim=1) for name, tensor in slots.items()}
-    else:
-        carrier = {"key_values": _packed_key_values(memories, mask, order, offsets if is_moved else None)}
-    is_real = mask[:, :, None].bool()
-    carrier |= _of_pairs(memories, lambda each: torch.cat(each, 1).take_along_dim(order[:, :, None], 1) * is_real)
+    if first.carrier == "key_values" and is_moved:
+        memories = _moved(memories, offsets)
+    columns = zip(*(carrier_tensors(memory) + scale_tensors(memory) for memory in memories), strict=True)
+    is_pad = (mask == 0)[:, :, None]
+
+    def packed(column: Sequence[Tensor]) -> Tensor:
+        """Return slots `(batch_size, num_slots, ...)` or `(batch_size, num_heads, num_slots, ...)` in their order."""
+        tensor = torch.cat(list(column), dim=-2)
+        index, pads = (order[:, :, None], is_pad) if tensor.dim() == 3 else (order[:, None, :, None], is_pad[:, None])
+        return tensor.take_along_dim(index, dim=-2).masked_fill(pads, 0)
+
+    carrier = map_carrier(first, lambda tensor: packed(next(columns))) | _of_pairs(memories, packed)
     total_tokens = context_counts.sum(dim=0)
     return replace(
         first,
@@ -91,7 +94,7 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
 
 
 def _of_pairs(memories: Sequence[Memory], joined: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor | None]:
-    """The fields with an entry for each pair; nothing where a memory has it not."""
+    """Join the fields with an entry for each pair; `None` where a memory has none."""
     found = {name: [vars(memory)[name] for memory in memories] for name in PAIR_FIELDS}
     return {name: None if any(t is None for t in each) else joined(each) for name, each in found.items()}
 
@@ -161,29 +164,17 @@ def _questions(memory: Memory) -> list[int] | None:
     return None if fingerprints is None else fingerprints.tolist()
 
 
-def _packed(slots: Tensor, order: Tensor, mask: Tensor, slot_dim: int) -> Tensor:
-    """Slots in their order, zeros at the padding slots."""
-    return slots.take_along_dim(order, dim=slot_dim).masked_fill(mask == 0, 0)
-
-
-def _packed_key_values(
-    memories: Sequence[Memory], mask: Tensor, order: Tensor, offsets: Tensor | None
-) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Keys and values of all layers in packed order, keys moved on by `offsets` `(num_memories, batch_size)`."""
+def _moved(memories: Sequence[Memory], offsets: Tensor) -> list[Memory]:
+    """Return memories of key/values, those behind the first with their keys moved on by `offsets`, `(num_memories,
+    batch_size)`."""
     frequencies = memories[0].inverse_frequencies
-    if offsets is not None:
-        if any(memory.inverse_frequencies is None for memory in memories):
-            raise ValueError("key/values move to later positions here, which needs inverse_frequencies in each memory")
-        if not all(torch.equal(frequencies.cpu(), memory.inverse_frequencies.cpu()) for memory in memories):
-            raise ValueError("memories of different inverse_frequencies cannot be concatenated")
-    places = order[:, None, :, None], mask[:, None, :, None]
-    packed: list[tuple[Any, ...]] = []
-    for pairs in zip(*(memory.key_values for memory in memories), strict=True):
-        keys, values = map(list, zip(*pairs, strict=True))
-        if offsets is not None:
-            keys[1:] = [rotate_keys(*later, frequencies) for later in zip(keys[1:], offsets[1:], strict=True)]
-        packed.append(tuple(_packed(torch.cat(states, dim=2), *places, slot_dim=2) for states in (keys, values)))
-    return tuple(packed)
+    if any(memory.inverse_frequencies is None for memory in memories):
+        raise ValueError("key/values move to later positions here, which needs inverse_frequencies in each memory")
+    if not all(torch.equal(frequencies.cpu(), memory.inverse_frequencies.cpu()) for memory in memories):
+        raise ValueError("memories of different inverse_frequencies cannot be concatenated")
+    pairs = [moved_pairs(m.key_values, by, frequencies) for m, by in zip(memories[1:], offsets[1:], strict=True)]
+    later = [replace(m, check=False, key_values=own) for m, own in zip(memories[1:], pairs, strict=True)]
+    return [memories[0], *later]
 
 
 def _common_ratio(memories: Sequence[Memory], num_tokens: Tensor, num_slots: Tensor) -> int | Tensor:

@@ -123,31 +123,30 @@ def decoder_position_ids(
     return memory_ids, torch.arange(first_text_id, first_text_id + num_text_tokens, device=device)
 
 
-def rotate_keys(keys: Tensor, offsets: Tensor, inverse_frequencies: Tensor) -> Tensor:
-    """Move keys with rotary positions on to later positions: rotations add up, so `R(p + d) k = R(d) R(p) k`.
+def moved_pairs(
+    pairs: Sequence[tuple[Tensor, Tensor]], offsets: Tensor, inverse_frequencies: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Move keys with rotary positions to other positions: rotations add up, so `R(p + d) k = R(d) R(p) k`.
 
     Args:
-        keys: Rotated keys `(batch_size, num_heads, num_slots, head_dim)` whose halves are rotated against each other
-            (Llama's `rotate_half`); half types are rotated in float32.
-        offsets: How far each row moves, integers `(batch_size,)`, or each key, `(batch_size, num_slots)`.
-        inverse_frequencies: Angle per position of each pair of channels, `(head_dim / 2,)`.
+        pairs: Keys and values of each layer, `(batch_size, num_heads, num_slots, head_dim)`. The halves of keys are
+            rotated against each other (Llama's `rotate_half`), half types in float32.
+        offsets: How far each row moves, integers `(batch_size,)`; or each key, `(batch_size, num_slots)` or
+            `(batch_size, num_heads, num_slots)`.
+        inverse_frequencies: Angle per position of each pair of channels, `(head_dim / 2,)`; `None`: keys stay.
     """
-    return rotated(keys, rotation(offsets, inverse_frequencies, keys))
-
-
-def rotation(offsets: Tensor, inverse_frequencies: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of `rotate_keys`, each `(batch_size, 1, 1 or num_slots, head_dim)`, for keys of all
-    layers."""
+    if inverse_frequencies is None or not pairs:
+        return tuple(pairs)
+    offsets = offsets if offsets.dim() == 3 else offsets.reshape(len(offsets), 1, -1)
     # A float32 angle of a far position is off by more than float32 keys are; the host has float64 everywhere.
-    angles = offsets.reshape(len(offsets), 1, -1, 1).cpu().double() * inverse_frequencies.cpu().double()
-    angles = torch.cat([angles, angles], dim=-1)
+    angles = (offsets[..., None].cpu().double() * inverse_frequencies.cpu().double()).repeat(1, 1, 1, 2)
+    keys = pairs[0][0]
     dtype = torch.promote_types(keys.dtype, torch.float32)
-    return angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
+    cosine, sine = angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
 
+    def rotated(keys: Tensor) -> Tensor:
+        precise = keys.to(dtype)
+        first, second = precise.chunk(2, dim=-1)
+        return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(keys.dtype)
 
-def rotated(keys: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Return keys moved by `rotation`'s tables, in the shape and dtype that they have."""
-    cosine, sine = tables
-    precise = keys.to(cosine.dtype)
-    first, second = precise.chunk(2, dim=-1)
-    return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(keys.dtype)
+    return tuple((rotated(keys), values) for keys, values in pairs)
