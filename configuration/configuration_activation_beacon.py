@@ -34,6 +34,7 @@ class ActivationBeaconConfig(CompressorConfig):
     model_type = "activation_beacon_compressor"
     objectives = (*CompressorConfig.objectives, "windows")
     carrier = "key_values"
+    has_chunks = False
     # A text goes on where its windows end.
     opens_context = True
     card_fields = {

@@ -18,8 +18,8 @@ from ..configuration.layer_shape import max_positions
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
 from .compressor.modeling_compressor import CompressorModel
-from .compressor.validation import TokenRows, check_ratios, check_together
-from .memory.beacon_memory import BeaconMemory, BeaconWindow, beacon_window
+from .compressor.validation import check_ratios, check_together
+from .memory.beacon_memory import BeaconMemory, beacon_window
 from .memory.compressed_context import CompressedContext, KeyValues
 from .memory.key_value_memory import (
     KeyValueRecorder,
@@ -238,21 +238,16 @@ class ActivationBeaconModel(CompressorModel):
         ratios: Sequence[int | None],
         memory: BeaconMemory,
     ) -> tuple[Tensor, BeaconMemory]:
-        """Read one more window of each row; a ratio of `None` is a window without beacons."""
-        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-        num_sinks = 0 if memory.width else self.config.num_sinks
-        window = beacon_window(starts, lengths, ratios, num_sinks, input_ids.device)
-        return self.read_window(input_ids, window, memory)
-
-    def read_window(
-        self, input_ids: Tensor, window: BeaconWindow, memory: BeaconMemory
-    ) -> tuple[Tensor, BeaconMemory]:
-        """Run the base over a window of `input_ids` `(batch_size, num_context_tokens)` behind the memory.
+        """Run the base over the next window of each row of `input_ids`, `(batch_size, num_context_tokens)`, behind the
+        memory; a ratio of `None` is a window without beacons.
 
         Returns:
             The states of its tokens, `(batch_size, num_tokens, hidden_size)`, and the memory with it behind.
         """
         backbone, device = self.encoder_backbone, input_ids.device
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        num_sinks = 0 if memory.width else self.config.num_sinks
+        window = beacon_window(starts, lengths, ratios, num_sinks, device)
         reach = max(old + new for old, new in zip(memory.num_slots, window.num_places, strict=True))
         if not self.training:
             # A run does not stop at a text for whose windows low ratios were drawn.
@@ -282,12 +277,6 @@ class ActivationBeaconModel(CompressorModel):
         kept = cache.recorder.close(self.dtype)
         memory = memory.with_window(kept, num_slots + window.kept, window.num_kept)
         return take_places(states, window.tokens), memory
-
-    def chunks_of(self, context: TokenRows) -> Chunks:
-        """See [`CompressorBackbone.chunks_of`]; windows are cut as they are read."""
-        if context.passages is not None:
-            raise ValueError(f"windows are read one behind the other, without `chunk_lengths`, got {context.passages}")
-        return super().chunks_of(context)
 
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
         """Number slots 0, 1, ..., `(batch_size, num_slots)`; the text goes on behind them."""

@@ -116,7 +116,7 @@ class T5Base:
 
 
 class DeCALPreTrainedModel(CompressorPreTrainedModel):
-    """Start values, and the taking of a T5's weights."""
+    """Gives the parts of DeCAL their start values, and takes the weights of a T5."""
 
     config_class = DeCALConfig
     base_auto_class = T5Base
@@ -175,7 +175,7 @@ class AttentionPooling(nn.Module):
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def forward(self, hidden_states: Tensor, chunks: Chunks, ratio: int | Tensor) -> Tensor:
-        """Slots `(num_chunks, num_slots, hidden_size)` of the encoder's states."""
+        """Return slots `(num_chunks, num_slots, hidden_size)` of the encoder's states."""
         query, _ = mean_pool(hidden_states, chunks.attention_mask, ratio, chunks.lengths)
         bias = hidden_states.new_zeros(1, 1, 1, hidden_states.shape[1])
         if not chunks.is_full:
@@ -222,7 +222,7 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
 
     @property
     def encoder_backbone(self) -> nn.Module:
-        """The encoder."""
+        """Return the language model that encodes: T5's encoder."""
         return self.encoder
 
     def get_input_embeddings(self) -> nn.Module:
@@ -370,7 +370,7 @@ class DeCALForConditionalGeneration(CompressorForConditionalGeneration, DeCALPre
         self.post_init()
 
     def as_t5(self) -> T5ForConditionalGeneration:
-        """The T5 inside: this model's own tensors, without the latents."""
+        """Return the T5 inside, of this model's own tensors, without the latents."""
         with torch.device("meta"):
             t5 = T5ForConditionalGeneration(copy.deepcopy(self.config.decoder_config))
         table = self.get_input_embeddings().weight

@@ -17,7 +17,7 @@ from .modeling_decal import DeCALModel, DeCALPreTrainedModel
 
 
 def chamfer(query_vectors: Tensor, query_mask: Tensor, document_vectors: Tensor, document_mask: Tensor) -> Tensor:
-    """Chamfer similarity of every query with every document, also called MaxSim (ColBERT, section 3.3).
+    """Return the Chamfer similarity of every query with every document, also called MaxSim (ColBERT, section 3.3).
 
     Each query vector counts with the document vector that is most similar to it: sum_i max_j q_i . d_j.
 
@@ -73,11 +73,11 @@ class DeCALForRetrieval(CompressorHead, DeCALPreTrainedModel):
 
     @classmethod
     def auto_map(cls) -> dict[str, str]:
-        """`AutoModelForTextEncoding` loads this class; there is no decoder for `AutoModelForSeq2SeqLM`."""
+        """Return the entries of a checkpoint without a decoder, which `AutoModelForTextEncoding` loads."""
         return cls.config_class.retrieval_auto_map()
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As for every compressor, but that no pipeline asks such a checkpoint questions."""
+        """Save as every compressor, but without a pipeline for questions, which nothing here answers."""
         self.config.custom_pipelines = {}
         super().save_pretrained(*args, **kwargs)
 
@@ -101,13 +101,13 @@ class DeCALForRetrieval(CompressorHead, DeCALPreTrainedModel):
         ratio: int | Tensor | None = None,
         return_dict: bool | None = None,
     ) -> RetrievalVectors | tuple[Tensor, Tensor]:
-        """Vectors of queries or documents; arguments as [`DeCALForRetrieval.encode`]."""
+        """Return the vectors of queries or documents; arguments as of [`DeCALForRetrieval.encode`]."""
         outputs = self.encode(input_ids, attention_mask, ratio)
         return outputs if return_dict in (None, True) else outputs.to_tuple()
 
     @staticmethod
     def score(query_vectors: Tensor, query_mask: Tensor, document_vectors: Tensor, document_mask: Tensor) -> Tensor:
-        """Chamfer similarity of every query with every document, `(num_queries, num_documents)`; see [`chamfer`].
+        """Return the Chamfer similarity of every query with every document; arguments and shapes as of [`chamfer`].
 
         Of two [`RetrievalVectors`]: `model.score(*queries.to_tuple(), *documents.to_tuple())`.
         """

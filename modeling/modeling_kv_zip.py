@@ -17,7 +17,7 @@ from .compressor.chunking import Chunks
 from .compressor.headwise_reading import HeadwiseModel
 from .compressor.key_value_selection import KeyValueSelectionModel, ReadContext
 from .compressor.validation import TokenRows
-from .memory.compressed_context import CompressedContext, KeyValues
+from .memory.compressed_context import KeyValues
 from .memory.headwise_pairs import HeadwisePairs, kept_pairs
 
 
@@ -61,11 +61,11 @@ class KVZipModel(KeyValueSelectionModel, HeadwiseModel):
         kept = self._shared(read, tuple(zip(tokens, tokens, strict=True)), chunks, ratio)
         return [of_layer[..., 0] for of_layer, _ in kept.key_values]
 
-    def slot_position_ids(self, memory: CompressedContext) -> Tensor:
-        if memory.head_ids is None:
-            return super().slot_position_ids(memory)
+    def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
+        if self.config.head_budgets == "uniform":
+            return super().slot_positions(slot_mask, chunks, counts)
         # That of the first token: which tokens the pairs of a slot are of, their heads settle.
-        return torch.zeros_like(memory.position_ids)
+        return torch.zeros_like(slot_mask)
 
     def _shared(self, read: ReadContext, key_values: KeyValues, chunks: Chunks, ratio: int | Tensor) -> HeadwisePairs:
         """Of `key_values` what stays."""

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..configuration.configuration_streaming_llm import StreamingLLMConfig
 from .compressor.causal_lm import CompressorForCausalLM
+from .compressor.chunking import Chunks
 from .compressor.key_value_selection import KeyValueSelectionModel, ReadContext
-from .memory.compressed_context import CompressedContext
 
 
 class StreamingLLMModel(KeyValueSelectionModel):
@@ -26,13 +28,13 @@ class StreamingLLMModel(KeyValueSelectionModel):
         is_sink = read.position_ids < self._num_sinks(num_slots)
         return (read.position_ids + is_sink * read.is_context.shape[1]).float()
 
-    def slot_position_ids(self, memory: CompressedContext) -> Tensor:
+    def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
         # ... and positions are those within the cache: 0, 1, 2, 3, 6, 7, 8 of a text become 0 to 6.
         if self.config.position_layout == "default":
-            return super().slot_position_ids(memory)
-        slot = torch.arange(memory.attention_mask.shape[1], device=memory.device)
-        num_dropped = (memory.num_context_tokens - memory.num_slots)[:, None]
-        return slot + num_dropped * (slot >= self._num_sinks(memory.num_slots))
+            return super().slot_positions(slot_mask, chunks, counts)
+        slot, num_slots = torch.arange(slot_mask.shape[1], device=slot_mask.device), slot_mask.sum(dim=1)
+        num_dropped = (torch.tensor(chunks.lengths, device=slot_mask.device) - num_slots)[:, None]
+        return (slot + num_dropped * (slot >= self._num_sinks(num_slots))) * slot_mask
 
     def _num_sinks(self, num_slots: Tensor) -> Tensor:
         """`(batch_size, 1)`: the latest token stays, however few places there are."""

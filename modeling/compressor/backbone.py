@@ -153,6 +153,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         """Return memories without a name of contexts that [`check_together`] has seen; no more waits for the
         device."""
         config, is_key_values = self.config, self.config.carrier == "key_values"
+        allow_untrained_ratio |= not config.is_trained
         ratios = check_ratios(ratios, config.compression_ratios, context.input_ids, allow_untrained_ratio)
         chunks = self.chunks_of(context)
         chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
@@ -226,6 +227,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
     def chunks_of(self, context: TokenRows) -> Chunks:
         """Cut contexts into chunks; `ValueError` for one that is longer than the encoder has positions."""
         config, layout = self.config, self.config.position_layout
+        if context.passages is not None and not config.has_chunks:
+            raise ValueError(f"the base reads a context whole, without `chunk_lengths`, got {context.passages}")
         rows = (context.input_ids, context.attention_mask, context.lengths)
         chunks = cut(*rows, config.chunk_size, layout, context.passages)
         if config.encoder_limit is not None:

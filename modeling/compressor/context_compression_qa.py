@@ -185,7 +185,7 @@ class ContextCompressionQAPipeline(Pipeline):
         batch_size = self._size(batch_size)
         self.check_max_tokens(max_tokens)
         self.check_serves_memories("a memory without one answers nothing: ask about the document itself")
-        rows = [cut_passages(row, max_tokens) for row in self._passages(documents, max_tokens)]
+        rows = self._passages(documents, max_tokens)
         if not rows:
             raise ValueError("`documents` is an empty list")
         by_row = isinstance(ratio, Tensor) and ratio.dim() > 0
@@ -261,11 +261,12 @@ class ContextCompressionQAPipeline(Pipeline):
         return [[token for passage in row for token in passage] for row in self._passages(documents, most)]
 
     def _passages(self, documents: Any, most: int | None = None) -> list[list[list[int]]]:
-        """Return token ids of each document's passages."""
+        """Return token ids of each document's passages, of each document so many tokens at most."""
         is_one = isinstance(documents, (str, Mapping)) or not isinstance(documents, Iterable)
         texts: list[Any] = [documents] if is_one else list(documents)
         _check_documents(texts)
-        return passages_ids(self.model.config, self._document_tokenizer, texts, most)
+        rows = passages_ids(self.model.config, self._document_tokenizer, texts, most)
+        return [cut_passages(row, most) for row in rows]
 
     def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
         """Return a memory from its file, on the model's device; one that is loaded already comes back as it is."""
@@ -334,9 +335,7 @@ class ContextCompressionQAPipeline(Pipeline):
             "question_ids": question_ids,
             # Behind the tokens of each document that is not compressed.
             "full_text_ids": [ids for ids, _ in texts] if full_text else None,
-            "document_ids": (
-                [cut_passages(row, max_tokens) for row in self._passages(sources, max_tokens)] if compresses else None
-            ),
+            "document_ids": self._passages(sources, max_tokens) if compresses else None,
             "memories": [self.load_memory(source) for source in sources] if name == "memory" else None,
             "batch_size": inputs["batch_size"],
             "asks_one": asks_one,

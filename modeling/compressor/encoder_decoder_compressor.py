@@ -62,7 +62,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         return self.model
 
     def get_decoder(self) -> nn.Module:
-        """The decoder stack."""
+        """Return the decoder stack."""
         return self.decoder
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:

@@ -333,8 +333,8 @@ def _with_pairs(
 
 
 def _with_cached_pairs(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """A forward pre-hook of an attention layer: give [`attend_by_heads`] the pairs that lie beside the cache, and a
-    recorder what the layer reads."""
+    """Give [`attend_by_heads`] the pairs that lie beside the cache, and a recorder what an attention layer reads: a
+    forward pre-hook of the layer."""
     cache: Any = kwargs.get(CACHE)
     layer: int = attention.layer_idx  # type: ignore[assignment]
     if isinstance(cache, KeyValueRecorder):
@@ -354,15 +354,22 @@ class HeadwiseModel(CompressorModel):
 
     def read_by_heads(self) -> None:
         """Let the language model's layers read memories with `head_ids`; for the end of `__init__`."""
+        modules = dict(self.language_model.named_modules())
+        paths = [f"layers.{number}.self_attn" for number in range(self.config.num_hidden_layers)]
+        if not modules.keys() >= set(paths):
+            raise ValueError(
+                f"heads of a base of type {self.config.decoder_config.model_type!r} cannot read pairs of their own: it "
+                "has no `layers` with a `self_attn` each; take another base, or a method whose slots are embeddings"
+            )
         self._reads_by_heads = True
         AttentionInterface.register(_BY_HEADS, attend_by_heads)
         # The layers alone: masks, and what a user sets, follow the model's own configuration.
         config = copy.copy(self.language_model.config)
         config._attn_implementation_internal = _BY_HEADS
         config.read_as = self.language_model.config
-        for layer in self.language_model.layers:
-            layer.self_attn.config = config
-            layer.self_attn.register_forward_pre_hook(_with_cached_pairs, with_kwargs=True)
+        for attention in (modules[path] for path in paths):
+            attention.config = config
+            attention.register_forward_pre_hook(_with_cached_pairs, with_kwargs=True)
 
     def cache_of_slots(self, memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:
         if memory.head_ids is None:
@@ -433,7 +440,7 @@ class HeadwiseModel(CompressorModel):
 def _take_highest(
     scores: Tensor, repeats: Callable[[], Tensor], attention: nn.Module, args: tuple, output: tuple[Tensor, ...]
 ) -> None:
-    """A forward hook of an attention layer: raise `scores` to the attention of the tokens that are read again."""
+    """Raise `scores` to the attention of the tokens that are read again: a forward hook of an attention layer."""
     weights = output[1][..., : scores.shape[2]] * repeats()[:, None, :, None]
     highest_of_heads = weights.amax(dim=2).unflatten(1, (scores.shape[1], -1)).amax(dim=2)
     torch.maximum(scores, highest_of_heads.float(), out=scores)

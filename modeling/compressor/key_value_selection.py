@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from ..memory.compressed_context import CompressedContext, KeyValues
+from ..memory.compressed_context import KeyValues
 from ..memory.key_value_memory import inverse_frequencies
 from ..parts.attention_masks import copy_with_shared_weights
 from ..parts.packing import left_padded
@@ -90,26 +90,15 @@ class KeyValueSelectionModel(CompressorModel):
         """
         return self._places(self._read(chunks, None), slot_counts(self.config, chunks.lengths, ratio), None)
 
-    def compress_rows(
-        self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = True, **beside: Any
-    ) -> list[CompressedContext]:
-        """See [`CompressorBackbone.compress_rows`]; no ratio is one that was not trained for."""
-        if context.passages is not None:
-            raise ValueError(f"the base reads a context whole, without `chunk_lengths`, got {context.passages}")
-        memories = super().compress_rows(context, ratios, True, **beside)
-        for memory in memories:
-            memory.position_ids = self.slot_position_ids(memory) * memory.attention_mask
-        return memories
-
-    def slot_position_ids(self, memory: CompressedContext) -> Tensor:
-        """Return the slots' positions in front of the text, `(batch_size, num_slots)`; at padding slots anything.
+    def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
+        """Return the slots' positions in front of the text, `(batch_size, num_slots)`.
 
         Under the enhanced layout heads may have kept different places: these are spread over the whole context.
         """
         if self.config.position_layout == "enhanced":
             # The layout counts from 1; the base alone, and so its keys, from 0.
-            return memory.position_ids - 1
-        return memory.attention_mask.cumsum(dim=1) - 1
+            return (super().slot_positions(slot_mask, chunks, counts) - 1) * slot_mask
+        return (slot_mask.cumsum(dim=1) - 1) * slot_mask
 
     def _read(self, chunks: Chunks, question: TokenRows | None) -> ReadContext:
         """Read contexts once with the base, the last tokens behind the cache of the others."""

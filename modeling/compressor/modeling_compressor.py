@@ -21,7 +21,6 @@ from ...configuration.configuration_compressor import CompressorConfig
 from ..checkpoint.base_weights import share_weights
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import (
-    aligned_right,
     check_has_key_values,
     check_sliding_window,
     filled_cache,
@@ -455,7 +454,7 @@ class CompressorModel(CompressorBackbone):
 
     def cache_of_slots(self, memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:
         """Return a cache that starts with a memory of key/values, the one given or a new one."""
-        return filled_cache(aligned_right(memory, is_full), cache, use_cache)
+        return filled_cache(memory, is_full, cache, use_cache)
 
     def cached_slot_mask(self, memory: CompressedContext) -> Tensor:
         """Mark the places of such a cache that hold slots, `(batch_size, num_places)`."""

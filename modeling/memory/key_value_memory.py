@@ -131,23 +131,20 @@ def keep_caches_under_checkpointing(model: nn.Module, enable: bool) -> None:
             layer._can_checkpoint_with_cache = enable
 
 
-def aligned_right(memory: CompressedContext, is_full: bool) -> KeyValues:
-    """The memory's keys and values with its padding slots in front; as they are where all slots are real."""
+def filled_cache(memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:
+    """Return a cache that starts with a memory of key/values, its padding slots in front; `is_full` if it has none.
+
+    It is the one given, a new one, or where none is wanted one to read only.
+    """
     pairs = memory.key_values or ()
-    if is_full:
-        return pairs
-    order = memory.attention_mask.argsort(dim=1, stable=True)
-    return tuple((take_places(keys, order, dim=2), take_places(values, order, dim=2)) for keys, values in pairs)
-
-
-def filled_cache(key_values: KeyValues, cache: Cache | None, use_cache: bool) -> Cache:
-    """A cache that starts with the memory: the one given, a new one, or where none is wanted one to read only."""
+    if not is_full:
+        order = memory.attention_mask.argsort(dim=1, stable=True)
+        pairs = tuple((take_places(keys, order, dim=2), take_places(values, order, dim=2)) for keys, values in pairs)
     if cache is None and not use_cache:
-        return ReadOnlyCache(key_values)
+        return ReadOnlyCache(pairs)
     cache = DynamicCache() if cache is None else cache
-    if key_values[0][0].shape[2]:
-        for layer, (keys, values) in enumerate(key_values):
-            cache.update(keys, values, layer)
+    for layer, (keys, values) in enumerate(pairs if memory.attention_mask.shape[1] else ()):
+        cache.update(keys, values, layer)
     return cache
 
 
