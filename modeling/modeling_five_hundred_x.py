@@ -8,7 +8,7 @@ from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel
 from .memory.compressed_context import KeyValues
 from .memory.key_value_memory import check_same_key_values
-from .parts.lora import linear_module_names
+from .parts.lora import linear_maps
 
 
 class FiveHundredXModel(MemoryTokenModel):
@@ -32,9 +32,8 @@ class FiveHundredXModel(MemoryTokenModel):
                 f"the last of the encoder's `layers` trains its keys and values alone, and "
                 f"{type(self.encoder_backbone).__name__} has no `layers`: take another base"
             )
-        layer = self.encoder_backbone.get_submodule(last)
-        names = [name for name in linear_module_names(layer) if name not in ("k_proj", "v_proj", "qkv_proj")]
-        return [f"{last}.{path}" for path, _ in layer.named_modules() if path.rpartition(".")[2] in names]
+        maps = linear_maps(self.encoder_backbone.get_submodule(last))
+        return [f"{last}.{path}" for path, name in maps if name not in ("k_proj", "v_proj", "qkv_proj")]
 
     def read_memory(self, rows: MemoryRows) -> list[KeyValues]:
         # Equation 1: M~(i), KV(i) = LLM([S(i); M(i)] | theta_LoRA); 500xCompressor carries KV over.

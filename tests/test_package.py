@@ -36,10 +36,8 @@ for name in sys.argv[2:]:
     try:
         importlib.import_module(name)
     except ImportError as error:
-        # The package does without it, and says where it comes from; Triton's kernels are for GPUs, and kvpress has an
-        # environment of its own.
-        alone = {"optimal_transport_triton": "triton", "kvpress": "kvpress"}.get(name.rpartition(".")[2])
-        wanted = f"pip install {alone}" if alone else "pip install -e '.["
+        # The package does without it, and says where it comes from; kvpress has an environment of its own.
+        wanted = "pip install kvpress" if name.endswith(".kvpress") else "pip install -e '.["
         assert wanted in str(error), error
         without += 1
 names = [name for name in sys.modules if name.split(".")[0] == "context_compressors"]

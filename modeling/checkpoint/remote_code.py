@@ -31,11 +31,11 @@ _HEADER = """\
 from __future__ import annotations
 """
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-# Methods of this package alone: to start from a base, to fit without training, to count operations, to upload a card
-# with the rest, and for analyses, cards and servers.
+# Methods of this package alone: to start from a base, to fit without training, to count operations and tokens that
+# fit, to upload a card with the rest, and for analyses, cards and servers.
 _LEFT_OUT = {
-    *("from_base", "link_base", "load_base_weights", "take_base", "fit_scorers", "kept_tokens", "token_scores"),
-    *("chunk_flops", "compression_flops", "push_to_hub", "card_rows"),
+    *("from_base", "link_base", "load_base_weights", "take_base", "fit_scorers", "kept_tokens", "auto_classes"),
+    *("chunk_flops", "compression_flops", "max_context_tokens", "_fits", "push_to_hub", "card_rows", "card_text"),
     *("decoder_language_model", "prompt_embeds", "to_prompt_embeds", "served_slots"),
 }
 # A checkpoint's code copies itself.
@@ -83,7 +83,6 @@ class _Module:
         imported: where each imported name comes from: a module's file or a library's name, and the name there; `None`
             for a library itself.
         first, later: files of the modules that it imports at its top, and those that functions and annotations import.
-        is_optional: whether it needs a library that may be missing. Functions import it, and it stays a file.
     """
 
     path: Path
@@ -91,7 +90,6 @@ class _Module:
     imported: dict[str, tuple[Path | str, str | None]] = field(default_factory=dict)
     first: set[Path] = field(default_factory=set)
     later: set[Path] = field(default_factory=set)
-    is_optional: bool = False
 
     def note_import(self, node: ast.AST, is_first: bool) -> None:
         if isinstance(node, ast.Import):
@@ -124,7 +122,6 @@ def _read(path: Path) -> _Module:
             for inner in ast.walk(node):
                 module.note_import(inner, is_first=not is_typing)
         elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
-            module.is_optional |= isinstance(node, ast.Try)
             for inner in ast.walk(node):
                 if isinstance(inner, ast.ImportFrom) and inner.level:
                     module.note_import(inner, is_first=False)
@@ -184,7 +181,7 @@ def joined_code(model_class: Any, config_class: Any) -> dict[str, str]:
             return sources[0].stem
         if path.parent == sources[1].parent:
             return path.stem if path.stem in named else methods_file
-        return path.stem if modules[path].is_optional else _BASE_FILE
+        return _BASE_FILE
 
     texts = _texts(modules, kept, {path: file_of(path) for path in modules}, {path.stem for path in sources})
     return dict(sorted(texts.items()))
@@ -208,8 +205,7 @@ def _reached(modules: dict[Path, _Module], wanted: set[str]) -> set[_Statement]:
         path, name = waiting.pop()
         for statement in modules[path].statements:
             # What binds no name, such as a registration, belongs to all of its module.
-            needed = name in statement.names or not statement.names or modules[path].is_optional
-            if needed and statement not in kept:
+            if (name in statement.names or not statement.names) and statement not in kept:
                 kept.add(statement)
                 sources = (_source(modules, path, read) for read in statement.reads | statement.names)
                 waiting += [source for source in sources if source is not None and isinstance(source[0], Path)]
@@ -237,7 +233,7 @@ def _texts(
             names.update(dict.fromkeys(statement.names, tree))
         if written:
             cuts = path.stem not in whole
-            texts = [_text(module, statement, modules, files, cuts) for statement in written]
+            texts = [_text(statement, cuts) for statement in written]
             title = f"# {path.parent.name}/{path.name}\n\n"
             parts.setdefault(file, []).append(title + _spaced(written, texts))
         for name in sorted({read for statement in written for read in statement.reads}):
@@ -249,7 +245,7 @@ def _texts(
                 known = source[1] or source[0]
                 is_plain = name in (known, known.partition(".")[0])
                 imports.setdefault(file, set()).add((own, known if is_plain else f"{known} as {name}"))
-            elif files[source[0]] != file and not modules[source[0]].is_optional:
+            elif files[source[0]] != file:
                 imports.setdefault(file, set()).add((f".{files[source[0]]}", name))
                 needed.setdefault(file, set()).add(files[source[0]])
     # Raises where files would import each other.
@@ -265,20 +261,13 @@ def _texts(
     }
 
 
-def _text(
-    module: _Module, statement: _Statement, modules: dict[Path, _Module], files: dict[Path, str], cuts: bool
-) -> str:
+def _text(statement: _Statement, cuts: bool) -> str:
     """Return a statement without imports of modules that stand in the same file, and with short docstrings."""
     lines = statement.text.splitlines()
     gone: set[int] = set()
     for node in ast.walk(ast.parse(statement.text)):
         if isinstance(node, ast.ImportFrom) and node.level:
-            source, _ = module.imported[node.names[0].name]
             gone |= set(range(node.lineno - 1, node.end_lineno or 0))
-            if isinstance(source, Path) and modules[source].is_optional:
-                names = ", ".join(alias.name for alias in node.names)
-                lines[node.lineno - 1] = f"{' ' * node.col_offset}from .{files[source]} import {names}"
-                gone.discard(node.lineno - 1)
         elif cuts and isinstance(node, _DEFINITIONS) and ast.get_docstring(node, clean=False):
             rows = range(node.body[0].lineno - 1, node.body[0].end_lineno or 0)
             empty = next((row for row in rows if not lines[row].strip()), None)

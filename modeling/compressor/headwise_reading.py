@@ -358,8 +358,8 @@ class HeadwiseModel(CompressorModel):
         paths = [f"layers.{number}.self_attn" for number in range(self.config.num_hidden_layers)]
         if not modules.keys() >= set(paths):
             raise ValueError(
-                f"heads of a base of type {self.config.decoder_config.model_type!r} cannot read pairs of their own: it "
-                "has no `layers` with a `self_attn` each; take another base, or a method whose slots are embeddings"
+                f"heads of a base of type {self.config.decoder_config.model_type!r} cannot read pairs of their own: "
+                "it has no `layers` with a `self_attn` each; take another base, or slots that are embeddings"
             )
         self._reads_by_heads = True
         AttentionInterface.register(_BY_HEADS, attend_by_heads)

@@ -9,7 +9,6 @@ other one's gradient away, and a name kept on the shared layers would be read by
 import functools
 import re
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -126,15 +125,16 @@ def check_adapters(model: nn.Module) -> None:
         )
 
 
-def linear_module_names(model: nn.Module) -> list[str]:
-    """Last parts of the names of all linear maps inside `model`, adapted or not, e.g. `["down_proj", "q_proj"]`."""
+def linear_maps(model: nn.Module) -> list[tuple[str, str]]:
+    """Return path and name, its last part, of each linear map inside `model`, adapted or not."""
+    adapted = {path for path, _ in lora_layers(model)}
+    maps = [(path, path.rpartition(".")[2], module) for path, module in model.named_modules()]
     inside_lora = ("base_layer", *OWN_ADAPTERS)
-    names = set()
-    for path, module in model.named_modules():
-        name = path.rpartition(".")[2]
-        if hasattr(module, "lora_A") or (isinstance(module, nn.Linear) and name not in inside_lora):
-            names.add(name)
-    return sorted(names)
+    return [
+        (path, name)
+        for path, name, module in maps
+        if path in adapted or (isinstance(module, nn.Linear) and name not in inside_lora)
+    ]
 
 
 def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: Sequence[str] = ()) -> None:
@@ -143,24 +143,19 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: 
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ImportError("This checkpoint has LoRA adapters: install `peft` (pip install peft) to use it.") from error
-    targets = settings["target_modules"]
-    known = linear_module_names(model)
-    if targets == "all-linear":
-        targets = known
-    missing = [target for target in targets if target not in known]
-    if missing:
+    maps = linear_maps(model)
+    known = sorted({map_name for _, map_name in maps})
+    targets = known if settings["target_modules"] == "all-linear" else settings["target_modules"]
+    if missing := [target for target in targets if target not in known]:
         raise ValueError(f"`target_modules` {missing} are not linear maps of {type(model).__name__}; it has {known}")
     config = LoraConfig(
         r=settings["rank"],
         lora_alpha=settings["alpha"],
         lora_dropout=settings["dropout"],
-        target_modules=targets,
-        exclude_modules=list(exclude) or None,
+        target_modules=[f"base.{path}" for path, map_name in maps if map_name in targets and path not in exclude],
     )
-    with warnings.catch_warnings():
-        # A second adapter on a shared base is what is wanted here.
-        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-        inject_adapter_in_model(config, model, adapter_name=name)
+    # In a module without a configuration, by which PEFT would look for maps of experts under the same names.
+    inject_adapter_in_model(config, nn.ModuleDict({"base": model}), adapter_name=name)
     for parameter_name, parameter in model.named_parameters():
         if f".{name}." in parameter_name and "lora_" in parameter_name:
             parameter.data = parameter.data.float()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from .optimal_transport_triton import fits, fused_gradients, fused_solve
 
 # Largest cost / epsilon, less a row's least: scalings over masses then stay between exp(-2 L) / receivers and
 # exp(2 L) * receivers, well within the range of the dtype for these L.
@@ -255,14 +256,5 @@ def _blocks(cost: Tensor) -> Iterator[slice]:
 
 
 def _solver_for(cost: Tensor) -> Solver:
-    if cost.is_cuda and cost.dtype == torch.float32 and _has_triton():
-        from .optimal_transport_triton import fits, fused_gradients, fused_solve
-
-        if fits(cost.shape[1], cost.shape[2]):
-            return Solver(fused_solve, fused_gradients)
-    return _TORCH_SOLVER
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    is_fused = cost.is_cuda and cost.dtype == torch.float32 and fits(cost.shape[1], cost.shape[2])
+    return Solver(fused_solve, fused_gradients) if is_fused else _TORCH_SOLVER

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sinkhorn's iterations of a window in one Triton kernel, on the chip from the first to the last.
 
-`optimal_transport.py` imports this file on a GPU when Triton is installed, and holds the same mathematics for tensors.
+Without Triton no window fits. `optimal_transport.py` holds the same mathematics for tensors.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,17 +14,21 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError as error:
-    raise ImportError("the fused Sinkhorn kernels need Triton: pip install triton") from error
+except ImportError:
+    triton = None
 
+# Kernels stay plain functions, which nobody calls, where there is no Triton.
+_kernel: Any = (lambda function: function) if triton is None else triton.jit
 # Entries of a window, padded to powers of two, that the registers of a program hold several times.
 _MOST_ENTRIES = 8192
 # That of float32 in optimal_transport.py.
-_MOST_SPREAD = tl.constexpr(30.0)
+_MOST_EXPONENT = None if triton is None else tl.constexpr(30.0)
 
 
 def fits(num_senders: int, num_receivers: int) -> bool:
-    """Return whether a window is small enough for the kernels."""
+    """Return whether there are kernels, and a window is small enough for them."""
+    if triton is None:
+        return False
     return triton.next_power_of_2(num_senders) * triton.next_power_of_2(num_receivers) <= _MOST_ENTRIES
 
 
@@ -88,7 +94,7 @@ def _launch_options(num_senders: int, num_receivers: int) -> dict[str, int]:
     return {"num_rows": num_rows, "num_columns": num_columns, "num_warps": num_warps}
 
 
-@triton.jit
+@_kernel
 def _masses(pointer, window, index, count):
     """Masses of a window; zeros behind the last."""
     mass = tl.load(pointer + window * count + index, mask=index < count, other=0.0)
@@ -96,8 +102,8 @@ def _masses(pointer, window, index, count):
     return tl.where(mass <= 0, 0.0, mass)
 
 
-@triton.jit
-def _prepared(cost, source_mass, target_mass, row, column, window, num_senders, num_receivers, strength):
+@_kernel
+def _kernel_and_masses(cost, source_mass, target_mass, row, column, window, num_senders, num_receivers, strength):
     """The kernel exp(-cost / epsilon), 1 where there is no mass, the masses over their sums, the mass of the plan."""
     source_sum, total = tl.sum(source_mass, axis=0), tl.sum(target_mass, axis=0)
     is_dead = (source_sum <= 0) | (total <= 0)
@@ -114,11 +120,11 @@ def _prepared(cost, source_mass, target_mass, row, column, window, num_senders, 
     # Rows without any mass, for which infinity less infinity would be computed.
     row_least = tl.where(row_least == float("inf"), 0.0, row_least)
     scores = tl.where(is_real, (row_least[:, None] - values) * strength, 0.0)
-    kernel = tl.exp(tl.where(scores < -_MOST_SPREAD, -_MOST_SPREAD, scores))
+    kernel = tl.exp(tl.where(scores < -_MOST_EXPONENT, -_MOST_EXPONENT, scores))
     return kernel, source, target, tl.where(is_dead, 0.0, total)
 
 
-@triton.jit
+@_kernel
 def _solve_kernel(
     cost,
     source,
@@ -137,7 +143,7 @@ def _solve_kernel(
     row, column = tl.arange(0, num_rows), tl.arange(0, num_columns)
     source_mass = _masses(source, window, row, num_senders)
     target_mass = _masses(target, window, column, num_receivers)
-    kernel, source_part, target_part, total = _prepared(
+    kernel, source_part, target_part, total = _kernel_and_masses(
         cost, source_mass, target_mass, row, column, window, num_senders, num_receivers, strength
     )
     is_column = column < num_receivers
@@ -157,7 +163,7 @@ def _solve_kernel(
     tl.store(plan + place, result, mask=is_inside)
 
 
-@triton.jit
+@_kernel
 def _gradients_kernel(
     grad_plan,
     cost,
@@ -178,7 +184,7 @@ def _gradients_kernel(
     row, column = tl.arange(0, num_rows), tl.arange(0, num_columns)
     source_mass = _masses(source, window, row, num_senders)
     target_mass = _masses(target, window, column, num_receivers)
-    kernel, source_part, target_part, total = _prepared(
+    kernel, source_part, target_part, total = _kernel_and_masses(
         cost, source_mass, target_mass, row, column, window, num_senders, num_receivers, strength
     )
     is_column = column < num_receivers

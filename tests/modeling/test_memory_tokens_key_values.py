@@ -17,7 +17,13 @@ from transformers import (
     StableLmConfig,
 )
 
-from context_compressors import CompressedContext, SnapKVConfig, SnapKVForCausalLM
+from context_compressors import (
+    CompressedContext,
+    RankedKeyValuesConfig,
+    RankedKeyValuesForCausalLM,
+    SnapKVConfig,
+    SnapKVForCausalLM,
+)
 from context_compressors.modeling.parts.cache_name import CACHE
 
 
@@ -108,3 +114,6 @@ def test_a_base_whose_layers_are_elsewhere_is_refused_by_its_name(five_hundred_x
     opt = partial(OPTConfig, ffn_dim=48, word_embed_proj_dim=32)
     with pytest.raises(ValueError, match="has no `layers`"):
         on_base(five_hundred_x, opt, "enhanced")
+    base = opt(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    with pytest.raises(ValueError, match=r"type 'opt' cannot read pairs of their own: it has no `layers`"):
+        RankedKeyValuesForCausalLM(RankedKeyValuesConfig(decoder_config=base))

@@ -5,6 +5,9 @@ import pytest
 import torch
 from tiny_bases import NEW_BASES, ids_of
 from tiny_models import METHODS, TRAINING_FREE, Case
+from transformers import Qwen2MoeConfig
+
+from context_compressors import MeanPoolingConfig, MeanPoolingModel
 
 CASES = [Case(method, architecture=base) for base in NEW_BASES for method in (*METHODS, *TRAINING_FREE)]
 # They move keys, and Gemma 3 turns keys by two tables, SmolLM3 those of some layers by none.
@@ -35,3 +38,13 @@ def test_a_method_reads_a_new_base_or_refuses_it_by_its_layers(of_base, pad_rows
         assert not torch.allclose(expected, model(text).logits[0], atol=1e-2)
         settings = {"memory": alone, "max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
         assert model.generate(text, **settings).equal(model.generate(text, use_cache=False, **settings))
+
+
+def test_adapters_sit_on_the_linear_maps_beside_experts():
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    base = Qwen2MoeConfig(vocab_size=32, shared_expert_intermediate_size=8, **sizes, **experts)
+    names = [name for name, _ in MeanPoolingModel(MeanPoolingConfig(decoder_config=base)).named_parameters()]
+    adapted = {name.partition(".lora_A.")[0] for name in names if ".lora_A." in name}
+    assert {"language_model.layers.0.mlp.shared_expert.up_proj", "language_model.layers.0.self_attn.q_proj"} <= adapted
+    assert not any(".experts." in path for path in adapted)
