@@ -4,9 +4,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from .configuration_compressor import CompressorConfig
+from .configuration_compressor import CompressorConfig, max_positions
 from .field_checks import check_left_out, int_between, one_of
-from .layer_shape import LayerShape, linear_flops, max_positions
+from .layer_shape import LayerShape, linear_flops
 
 BEACON_MAPS = ("query", "key", "value", "output")
 # A beacon's keys and values are made by the base and read by it, window by window, before the text is known.

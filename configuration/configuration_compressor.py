@@ -15,7 +15,7 @@ from .field_checks import (
     prompt_map,
     ratio_tuple,
 )
-from .layer_shape import linear_flops, max_positions, stack_flops
+from .layer_shape import linear_flops, stack_flops
 
 # That of the package; a checkpoint's own code cannot ask the package.
 CODE_VERSION = "0.1.0"
@@ -38,6 +38,11 @@ _RECORD = {
     "code_version": CODE_VERSION,
     "config_schema": CONFIG_SCHEMA,
 }
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Return the most positions of a language model; `None` where its configuration names no limit."""
+    return getattr(config, "max_position_embeddings", None)
 
 
 class CompressorConfig(PreTrainedConfig):

@@ -4,9 +4,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .configuration_compressor import CompressorConfig
+from .configuration_compressor import CompressorConfig, max_positions
 from .field_checks import one_of
-from .layer_shape import max_positions, perceptron_flops, stack_flops
+from .layer_shape import perceptron_flops, stack_flops
 
 PASSAGE_READOUTS = ("last_token", "first_token", "mean")
 # Families whose first position is the one behind the pad's id.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits and sizes of language models, and the floating-point operations that follow from them (GMSA, Appendix G).
+"""Sizes of language models, and the floating-point operations that follow from them (GMSA, Appendix G).
 
 As in the appendix, attention counts every pair of tokens whatever its mask, the softmax counts, and norms, rotations,
 embeddings and the LM head do not; adapters count as merged into the weights. Everything is for one sequence.
@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 
 # Families whose feed-forward part has no gate.
 _UNGATED = ("bert", "roberta", "xlm-roberta", "mpnet", "gpt_neox", "opt")
-
-
-def max_positions(config: PreTrainedConfig) -> int | None:
-    """The most positions of a language model; `None` where its configuration names no limit."""
-    return getattr(config, "max_position_embeddings", None)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import initialization as init
 
 from ..configuration.configuration_activation_beacon import ActivationBeaconConfig
-from ..configuration.layer_shape import max_positions
+from ..configuration.configuration_compressor import max_positions
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
 from .compressor.modeling_compressor import CompressorModel

@@ -96,13 +96,8 @@ class AutoCompressorModel(MemoryTokenModel):
         """Run one causal pass over `[soft prompt, segment, summary tokens]`, with positions through all of it (section
         3).
 
-        Args:
-            input_ids, attention_mask: The segment, `(batch_size, num_tokens)`.
-            soft_prompt, soft_mask: Summaries so far, `(batch_size, num_slots, hidden_size)`, and their mask.
-
-        Returns:
-            The last hidden states of the segment's tokens, which predict the next ones, and those of the summary
-            tokens.
+        The soft prompt holds the summaries so far, `(batch_size, num_slots, hidden_size)`. Returns the last hidden
+        states of the segment's tokens, which predict the next ones, and those of the summary tokens.
         """
         embeddings = self.encoder_backbone.get_input_embeddings()(input_ids)
         tokens = self.memory_vectors(max(counts)).to(embeddings.dtype).expand(len(counts), -1, -1)

@@ -236,13 +236,8 @@ def best_sentences(
 ) -> list[int]:
     """Return the places of the words that stay: whole sentences by their value, and a run of the next one.
 
-    Args:
-        values: of each sentence.
-        scores: of each word.
-        sentences: the number of each word's sentence.
-        costs: each word's tokens.
-        budget: most tokens that stay.
-        forced: places of words that stay first.
+    Each word has its score, the number of its sentence and its cost in tokens; `forced` are places of words that stay
+    first, and at most `budget` tokens stay.
     """
     places_of: dict[int, list[int]] = {}
     for place, sentence in enumerate(sentences):

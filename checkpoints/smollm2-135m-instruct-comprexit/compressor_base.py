@@ -7,7 +7,6 @@ import base64
 import copy
 import functools
 import hashlib
-import importlib.util
 import inspect
 import itertools
 import json
@@ -17,11 +16,10 @@ import re
 import threading
 import types
 import uuid
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import InitVar, dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -244,15 +242,16 @@ def check_adapters(model: nn.Module) -> None:
         )
 
 
-def linear_module_names(model: nn.Module) -> list[str]:
-    """Last parts of the names of all linear maps inside `model`, adapted or not, e.g. `["down_proj", "q_proj"]`."""
+def linear_maps(model: nn.Module) -> list[tuple[str, str]]:
+    """Return path and name, its last part, of each linear map inside `model`, adapted or not."""
+    adapted = {path for path, _ in lora_layers(model)}
+    maps = [(path, path.rpartition(".")[2], module) for path, module in model.named_modules()]
     inside_lora = ("base_layer", *OWN_ADAPTERS)
-    names = set()
-    for path, module in model.named_modules():
-        name = path.rpartition(".")[2]
-        if hasattr(module, "lora_A") or (isinstance(module, nn.Linear) and name not in inside_lora):
-            names.add(name)
-    return sorted(names)
+    return [
+        (path, name)
+        for path, name, module in maps
+        if path in adapted or (isinstance(module, nn.Linear) and name not in inside_lora)
+    ]
 
 
 def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: Sequence[str] = ()) -> None:
@@ -261,24 +260,19 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: 
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ImportError("This checkpoint has LoRA adapters: install `peft` (pip install peft) to use it.") from error
-    targets = settings["target_modules"]
-    known = linear_module_names(model)
-    if targets == "all-linear":
-        targets = known
-    missing = [target for target in targets if target not in known]
-    if missing:
+    maps = linear_maps(model)
+    known = sorted({map_name for _, map_name in maps})
+    targets = known if settings["target_modules"] == "all-linear" else settings["target_modules"]
+    if missing := [target for target in targets if target not in known]:
         raise ValueError(f"`target_modules` {missing} are not linear maps of {type(model).__name__}; it has {known}")
     config = LoraConfig(
         r=settings["rank"],
         lora_alpha=settings["alpha"],
         lora_dropout=settings["dropout"],
-        target_modules=targets,
-        exclude_modules=list(exclude) or None,
+        target_modules=[f"base.{path}" for path, map_name in maps if map_name in targets and path not in exclude],
     )
-    with warnings.catch_warnings():
-        # A second adapter on a shared base is what is wanted here.
-        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-        inject_adapter_in_model(config, model, adapter_name=name)
+    # In a module without a configuration, by which PEFT would look for maps of experts under the same names.
+    inject_adapter_in_model(config, nn.ModuleDict({"base": model}), adapter_name=name)
     for parameter_name, parameter in model.named_parameters():
         if f".{name}." in parameter_name and "lora_" in parameter_name:
             parameter.data = parameter.data.float()
@@ -694,7 +688,7 @@ def reads_falling_ids_as_packed(config: Any, batch_size: int) -> bool:
 
 def through_first(input_ids: Tensor, text_mask: Tensor, pattern: Sequence[int]) -> Tensor:
     """Mark the text tokens up to the end of the first occurrence of the ids `pattern`, `(batch_size, num_text_tokens)`
-    bool."""
+    bool; none in a row that does not hold them."""
     if input_ids.shape[1] < len(pattern):
         return torch.zeros_like(input_ids, dtype=torch.bool)
     # A pad may have the id of a token that is looked for.
@@ -809,222 +803,207 @@ def _rotated(blocks: Tensor, is_back: bool = False) -> Tensor:
     return (blocks @ hadamard) * signs if is_back else (blocks * signs) @ hadamard
 
 
-# parts/optimal_transport.py
+# parts/optimal_transport_triton.py
 
-# Largest cost / epsilon, less a row's least: scalings over masses then stay between exp(-2 L) / receivers and
-# exp(2 L) * receivers, well within the range of the dtype for these L.
-_MOST_SPREAD = {torch.float32: 30.0, torch.float64: 250.0}
-# Entries of a block of windows that goes through all iterations at once on a CPU: what its caches hold.
-_BLOCK_ENTRIES = 2**20
-
-
-def sinkhorn(
-    cost: Tensor,
-    source_mass: Tensor,
-    target_mass: Tensor,
-    epsilon: float = 0.1,
-    num_iterations: int = 30,
-    max_cost: float | None = None,
-) -> Tensor:
-    """Transport plan between senders and receivers that Sinkhorn's algorithm finds (ComprExIT, equation 11)."""
-    if not cost.numel():
-        return cost.clone()
-    dtype = functools.reduce(torch.promote_types, (source_mass.dtype, target_mass.dtype, torch.float32), cost.dtype)
-    if (_spread(cost, source_mass, target_mass) if max_cost is None else max_cost) > epsilon * _MOST_SPREAD[dtype]:
-        dtype = torch.float64
-    tensors = [
-        cost.to(dtype).reshape(-1, *cost.shape[-2:]),
-        source_mass.to(dtype).reshape(-1, cost.shape[-2]),
-        target_mass.to(dtype).reshape(-1, cost.shape[-1]),
-    ]
-    settings = Settings(float(epsilon), num_iterations)
-    solver = _solver_for(tensors[0])
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        plan = _Sinkhorn.apply(*tensors, settings, solver)
-    else:
-        plan, _ = solver.solve(*tensors, settings, False)
-    return plan.to(cost.dtype).reshape(cost.shape)
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+# Kernels stay plain functions, which nobody calls, where there is no Triton.
+_kernel: Any = (lambda function: function) if triton is None else triton.jit
+# Entries of a window, padded to powers of two, that the registers of a program hold several times.
+_MOST_ENTRIES = 8192
+# That of float32 in optimal_transport.py.
+_MOST_EXPONENT = None if triton is None else tl.constexpr(30.0)
 
 
-def _spread(cost: Tensor, source_mass: Tensor, target_mass: Tensor) -> float:
-    """Most by which the costs of a row differ between senders and receivers with mass."""
-    is_path = (source_mass > 0)[..., None] & (target_mass > 0)[..., None, :]
-    cost = cost.detach()
-    least, most = cost.masked_fill(~is_path, math.inf).amin(dim=-1), cost.masked_fill(~is_path, -math.inf).amax(dim=-1)
-    return float((most - least).amax())
+def fits(num_senders: int, num_receivers: int) -> bool:
+    """Return whether there are kernels, and a window is small enough for them."""
+    if triton is None:
+        return False
+    return triton.next_power_of_2(num_senders) * triton.next_power_of_2(num_receivers) <= _MOST_ENTRIES
 
 
-class Settings(NamedTuple):
-    """The numbers that all windows of a call share."""
-
-    epsilon: float
-    num_iterations: int
-
-
-class Solver(NamedTuple):
-    """The two directions of an implementation, over `(num_windows, num_senders, num_receivers)`."""
-
-    solve: Callable[..., tuple[Tensor, Tensor | None]]
-    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]
-
-
-class _Sinkhorn(torch.autograd.Function):
-    """All iterations as one operation."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: Settings, solver: Solver
-    ) -> Tensor:
-        plan, history = solver.solve(cost, source_mass, target_mass, settings, True)
-        ctx.save_for_backward(cost, source_mass, target_mass, history)
-        ctx.settings, ctx.solver = settings, solver
-        return plan
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_plan: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.solver.gradients(grad_plan, *ctx.saved_tensors, ctx.settings)
-        return *gradients, None, None
-
-
-def _solve(
-    cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: Settings, keep_history: bool
+def fused_solve(
+    cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: tuple[float, int], keep_history: bool
 ) -> tuple[Tensor, Tensor | None]:
-    plan = torch.empty_like(cost, memory_format=torch.contiguous_format)
-    num_windows, _, num_receivers = cost.shape
-    history = cost.new_empty((num_windows, 1 + settings.num_iterations, num_receivers)) if keep_history else None
-    # Under autocast the products would run in a half type.
-    with torch.autocast(cost.device.type, enabled=False):
-        for block in _blocks(cost):
-            problem = _prepared(cost[block], source_mass[block], target_mass[block], settings)
-            _iterate(problem, settings, None if history is None else history[block], plan[block])
+    """Plans of all windows."""
+    cost, source_mass, target_mass = cost.contiguous(), source_mass.contiguous(), target_mass.contiguous()
+    num_windows, num_senders, num_receivers = cost.shape
+    epsilon, num_iterations = settings
+    plan = torch.empty_like(cost)
+    history = cost.new_empty((num_windows, num_iterations + 1, num_receivers)) if keep_history else None
+    with _on_device_of(cost):
+        _solve_kernel[(num_windows,)](
+            *(cost, source_mass, target_mass, plan, plan if history is None else history),
+            *(num_senders, num_receivers, num_iterations, 1 / epsilon),
+            keep_history=keep_history,
+            **_launch_options(num_senders, num_receivers),
+        )
     return plan, history
 
 
-def _gradients(
-    grad_plan: Tensor, cost: Tensor, source_mass: Tensor, target_mass: Tensor, history: Tensor, settings: Settings
+def fused_gradients(
+    grad_plan: Tensor,
+    cost: Tensor,
+    source_mass: Tensor,
+    target_mass: Tensor,
+    history: Tensor,
+    settings: tuple[float, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of cost and masses, through every iteration."""
-    grads = [
-        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (cost, source_mass, target_mass)
-    ]
-    with torch.autocast(cost.device.type, enabled=False):
-        for block in _blocks(cost):
-            problem = _prepared(cost[block], source_mass[block], target_mass[block], settings)
-            grad_scores, *grad_logs = _iterate_back(problem, settings, history[block], grad_plan[block])
-            torch.mul(grad_scores, -1 / settings.epsilon, out=grads[0][block])
-            for grad, grad_log, mass in zip(
-                grads[1:], grad_logs, (source_mass[block], target_mass[block]), strict=True
-            ):
-                grad[block] = (grad_log / mass).masked_fill_(mass <= 0, 0)
-    return grads[0], grads[1], grads[2]
-
-
-_TORCH_SOLVER = Solver(_solve, _gradients)
-
-
-class _Problem(NamedTuple):
-    """A block of windows, safe to iterate on."""
-
-    kernel: Tensor  # (windows, senders, receivers): exp(-cost / epsilon) over each row's largest, 1 where no mass is
-    source: Tensor  # (windows, 1, senders), sums to 1
-    target: Tensor  # (windows, 1, receivers), sums to 1
-    total: Tensor  # (windows, 1, 1), mass of the plan, 0 where no plan is possible
-
-
-def _prepared(cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: Settings) -> _Problem:
-    source, source_sum = _normalised(source_mass)
-    target, total = _normalised(target_mass)
-    is_dead = (source_sum <= 0) | (total <= 0)
-    no_source, no_target = source_mass <= 0, target_mass <= 0
-    # Another device is not waited for: there everything is masked, needed or not.
-    any_masked = cost.device.type != "cpu" or bool(no_source.any() | no_target.any())
-    if any_masked:
-        is_masked = no_source[:, :, None] | no_target[:, None, :]
-        cost = cost.masked_fill(is_masked, math.inf)
-    # Adding to a row changes no plan.
-    scores = torch.sub(cost.amin(dim=2, keepdim=True), cost).mul_(1 / settings.epsilon)
-    if any_masked:
-        scores.masked_fill_(is_masked, 0)
-        # A window that has no plan gets any other masses, so that nothing is divided by zero, and a total of zero.
-        source = source.masked_fill(is_dead, 1 / source.shape[1])
-        target = target.masked_fill(is_dead, 1 / target.shape[1])
-        total = total.masked_fill(is_dead, 0)
-    kernel = scores.clamp_(min=-_MOST_SPREAD[scores.dtype]).exp_()
-    return _Problem(kernel, source[:, None], target[:, None], total[:, None])
-
-
-def _normalised(mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Masses over their sum, and the sum, `(windows, 1)`."""
-    mass = mass.clamp(min=0)
-    total = mass.sum(dim=1, keepdim=True)
-    return mass / total, total
-
-
-def _iterate(problem: _Problem, settings: Settings, history: Tensor | None, plan: Tensor) -> None:
-    """Iterate `u = source / (kernel v)`, `v = target / (kernel^T u)`, whose plan is `u kernel v`."""
-    kernel, source, target, total = problem
-    u, v = torch.empty_like(source), (target > 0).to(target.dtype)
-    if history is not None:
-        history[:, :1] = v
-    row_sums, column_sums = torch.empty_like(source), torch.empty_like(target)
-    for step in range(settings.num_iterations):
-        torch.bmm(v, kernel.mT, out=row_sums)
-        torch.div(source, row_sums, out=u)
-        torch.bmm(u, kernel, out=column_sums)
-        v = torch.div(target, column_sums, out=v if history is None else history[:, step + 1 : step + 2])
-    torch.mul(kernel.mul_(u.mT), v * total, out=plan)
-
-
-def _iterate_back(
-    problem: _Problem, settings: Settings, history: Tensor, grad_plan: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of scores and log masses through the iterations of `_iterate`."""
-    kernel, source, target, total = problem
-    before, after = history[:, :-1], history[:, 1:]  # v before and after each iteration
-    u_over_source = torch.bmm(before, kernel.mT).reciprocal_()
-    u = u_over_source * source
-    v_over_target = after / target.masked_fill(target <= 0, 1)
-
-    grad_scores = (kernel * u[:, -1, :, None]).mul_(after[:, -1:] * total).mul_(grad_plan)
-    grad_u, grad_v = grad_scores.sum(dim=2)[:, None], grad_scores.sum(dim=1)[:, None]
-    grad_log_source, grad_log_target = torch.zeros_like(source), torch.zeros_like(target)
-    x, y = torch.empty_like(v_over_target), torch.empty_like(u)
-    for step in reversed(range(settings.num_iterations)):
-        now = slice(step, step + 1)
-        grad_log_target += grad_v
-        torch.mul(grad_v, v_over_target[:, now], out=x[:, now])
-        grad_u = torch.addcmul(grad_u, u[:, now], torch.bmm(x[:, now], kernel.mT), value=-1)
-        grad_log_source += grad_u
-        torch.mul(grad_u, u_over_source[:, now], out=y[:, now])
-        grad_v = torch.bmm(y[:, now], kernel).mul_(before[:, now]).neg_()
-        grad_u = torch.zeros_like(grad_u)
-    outer = torch.bmm(u.mT, x).baddbmm_(y.mT, before)
-    return grad_scores.addcmul_(kernel, outer, value=-1), grad_log_source[:, 0], grad_log_target[:, 0]
-
-
-def _blocks(cost: Tensor) -> Iterator[slice]:
-    """Windows that go through the iterations together: all, or on a CPU as many as its caches hold."""
+    """Gradients of cost and masses, through every iteration; the arguments are those of `fused_solve`."""
+    cost, source_mass, target_mass = cost.contiguous(), source_mass.contiguous(), target_mass.contiguous()
     num_windows, num_senders, num_receivers = cost.shape
-    size = num_windows
-    if cost.device.type == "cpu":
-        size = max(1, _BLOCK_ENTRIES // (num_senders * num_receivers))
-    for start in range(0, num_windows, size):
-        yield slice(start, start + size)
+    epsilon, num_iterations = settings
+    gradients = torch.empty_like(cost), torch.empty_like(source_mass), torch.empty_like(target_mass)
+    with _on_device_of(cost):
+        _gradients_kernel[(num_windows,)](
+            *(grad_plan.contiguous(), cost, source_mass, target_mass, history, *gradients),
+            *(num_senders, num_receivers, num_iterations, 1 / epsilon),
+            **_launch_options(num_senders, num_receivers),
+        )
+    return gradients
 
 
-def _solver_for(cost: Tensor) -> Solver:
-    if cost.is_cuda and cost.dtype == torch.float32 and _has_triton():
-        from .optimal_transport_triton import fits, fused_gradients, fused_solve
-
-        if fits(cost.shape[1], cost.shape[2]):
-            return Solver(fused_solve, fused_gradients)
-    return _TORCH_SOLVER
+def _on_device_of(tensor: Tensor) -> torch.cuda.device:
+    # Triton launches on the current device; a CPU (in Triton's interpreter) is none.
+    return torch.cuda.device(tensor.device.index if tensor.is_cuda else -1)
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _launch_options(num_senders: int, num_receivers: int) -> dict[str, int]:
+    num_rows, num_columns = triton.next_power_of_2(num_senders), triton.next_power_of_2(num_receivers)
+    # A thread holds 16 entries of each matrix: up to 4,096 of them the backward kernel fits into the registers.
+    num_warps = min(16, max(1, num_rows * num_columns // 512))
+    return {"num_rows": num_rows, "num_columns": num_columns, "num_warps": num_warps}
+
+
+@_kernel
+def _masses(pointer, window, index, count):
+    """Masses of a window; zeros behind the last."""
+    mass = tl.load(pointer + window * count + index, mask=index < count, other=0.0)
+    # A comparison lets NaN through, unlike a maximum.
+    return tl.where(mass <= 0, 0.0, mass)
+
+
+@_kernel
+def _kernel_and_masses(cost, source_mass, target_mass, row, column, window, num_senders, num_receivers, strength):
+    """The kernel exp(-cost / epsilon), 1 where there is no mass, the masses over their sums, the mass of the plan."""
+    source_sum, total = tl.sum(source_mass, axis=0), tl.sum(target_mass, axis=0)
+    is_dead = (source_sum <= 0) | (total <= 0)
+    # A window that has no plan gets any other masses, so that nothing is divided by zero, and a total of zero.
+    uniform_source = tl.where(row < num_senders, 1.0 / num_senders, 0.0)
+    uniform_target = tl.where(column < num_receivers, 1.0 / num_receivers, 0.0)
+    source = tl.where(is_dead, uniform_source, source_mass / tl.where(is_dead, 1.0, source_sum))
+    target = tl.where(is_dead, uniform_target, target_mass / tl.where(is_dead, 1.0, total))
+
+    is_real = ~(source_mass <= 0)[:, None] & ~(target_mass <= 0)[None, :]
+    place = window * num_senders * num_receivers + row[:, None] * num_receivers + column[None, :]
+    values = tl.load(cost + place, mask=is_real, other=float("inf"))
+    row_least = tl.min(values, axis=1)
+    # Rows without any mass, for which infinity less infinity would be computed.
+    row_least = tl.where(row_least == float("inf"), 0.0, row_least)
+    scores = tl.where(is_real, (row_least[:, None] - values) * strength, 0.0)
+    kernel = tl.exp(tl.where(scores < -_MOST_EXPONENT, -_MOST_EXPONENT, scores))
+    return kernel, source, target, tl.where(is_dead, 0.0, total)
+
+
+@_kernel
+def _solve_kernel(
+    cost,
+    source,
+    target,
+    plan,
+    history,
+    num_senders,
+    num_receivers,
+    num_iterations,
+    strength,
+    keep_history: tl.constexpr,
+    num_rows: tl.constexpr,
+    num_columns: tl.constexpr,
+):
+    window = tl.program_id(0).to(tl.int64)
+    row, column = tl.arange(0, num_rows), tl.arange(0, num_columns)
+    source_mass = _masses(source, window, row, num_senders)
+    target_mass = _masses(target, window, column, num_receivers)
+    kernel, source_part, target_part, total = _kernel_and_masses(
+        cost, source_mass, target_mass, row, column, window, num_senders, num_receivers, strength
+    )
+    is_column = column < num_receivers
+    steps = history + window * (num_iterations + 1) * num_receivers + column
+    u = source_part
+    v = tl.where(target_part > 0, 1.0, 0.0)
+    if keep_history:
+        tl.store(steps, v, mask=is_column)
+    for step in range(num_iterations):
+        u = source_part / tl.sum(kernel * v[None, :], axis=1)
+        v = target_part / tl.sum(kernel * u[:, None], axis=0)
+        if keep_history:
+            tl.store(steps + (step + 1) * num_receivers, v, mask=is_column)
+    result = kernel * u[:, None] * (v * total)[None, :]
+    is_inside = (row < num_senders)[:, None] & is_column[None, :]
+    place = window * num_senders * num_receivers + row[:, None] * num_receivers + column[None, :]
+    tl.store(plan + place, result, mask=is_inside)
+
+
+@_kernel
+def _gradients_kernel(
+    grad_plan,
+    cost,
+    source,
+    target,
+    history,
+    grad_cost,
+    grad_source,
+    grad_target,
+    num_senders,
+    num_receivers,
+    num_iterations,
+    strength,
+    num_rows: tl.constexpr,
+    num_columns: tl.constexpr,
+):
+    window = tl.program_id(0).to(tl.int64)
+    row, column = tl.arange(0, num_rows), tl.arange(0, num_columns)
+    source_mass = _masses(source, window, row, num_senders)
+    target_mass = _masses(target, window, column, num_receivers)
+    kernel, source_part, target_part, total = _kernel_and_masses(
+        cost, source_mass, target_mass, row, column, window, num_senders, num_receivers, strength
+    )
+    is_column = column < num_receivers
+    is_inside = (row < num_senders)[:, None] & is_column[None, :]
+    place = window * num_senders * num_receivers + row[:, None] * num_receivers + column[None, :]
+    grad_scores = tl.load(grad_plan + place, mask=is_inside, other=0.0)
+    steps = history + window * (num_iterations + 1) * num_receivers + column
+    before_last = steps + (num_iterations - 1) * num_receivers
+    grad_log_source, grad_log_target = tl.zeros_like(source_part), tl.zeros_like(target_part)
+    safe_target = tl.where(target_part > 0, target_part, 1.0)
+    v = tl.load(before_last + num_receivers, mask=is_column, other=0.0)
+    v_before = tl.load(before_last, mask=is_column, other=0.0)
+    u = source_part / tl.sum(kernel * v_before[None, :], axis=1)
+    grad_scores *= kernel * u[:, None] * (v * total)[None, :]
+    grad_u, grad_v = tl.sum(grad_scores, axis=1), tl.sum(grad_scores, axis=0)
+    for back in range(num_iterations):
+        v_before = tl.load(before_last - back * num_receivers, mask=is_column, other=0.0)
+        u_over_source = 1.0 / tl.sum(kernel * v_before[None, :], axis=1)
+        u = source_part * u_over_source
+        grad_log_target += grad_v
+        x = grad_v * v / safe_target
+        grad_u -= u * tl.sum(kernel * x[None, :], axis=1)
+        grad_log_source += grad_u
+        y = grad_u * u_over_source
+        grad_v = -v_before * tl.sum(kernel * y[:, None], axis=0)
+        grad_scores -= kernel * (u[:, None] * x[None, :] + y[:, None] * v_before[None, :])
+        grad_u = tl.zeros_like(grad_u)
+        v = v_before
+    safe_source_mass = tl.where(source_mass <= 0, 1.0, source_mass)
+    safe_target_mass = tl.where(target_mass <= 0, 1.0, target_mass)
+    grad_source_mass = tl.where(source_mass <= 0, 0.0, grad_log_source / safe_source_mass)
+    grad_target_mass = tl.where(target_mass <= 0, 0.0, grad_log_target / safe_target_mass)
+    tl.store(grad_cost + place, grad_scores * -strength, mask=is_inside)
+    tl.store(grad_source + window * num_senders + row, grad_source_mass, mask=row < num_senders)
+    tl.store(grad_target + window * num_receivers + column, grad_target_mass, mask=is_column)
 
 
 # checkpoint/fingerprints.py
@@ -1279,9 +1258,8 @@ def load_encoder_tokenizer(
     checkpoint: str | os.PathLike, subfolder: str, loading: dict[str, Any]
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of contexts that a checkpoint carries."""
-    names = ("cache_dir", "force_download", "local_files_only", "revision", "token")
     inside = "/".join(filter(None, (loading.get("subfolder"), subfolder)))
-    tokenizer = _tokenizer(checkpoint, {**{n: loading[n] for n in names if n in loading}, "subfolder": inside})
+    tokenizer = _tokenizer(checkpoint, {**loading, "subfolder": inside})
     if tokenizer is None:
         raise ValueError(f"{checkpoint} has no tokenizer in {inside!r}, where its configuration says it is")
     return tokenizer
@@ -1718,11 +1696,6 @@ def map_carrier(memory: Any, function: Callable[[Tensor], Tensor]) -> dict[str, 
     return fields
 
 
-def key_values_name(num_layers: int, num_heads: int, head_dim: int) -> str:
-    """Key/values in words, as `CompressedContext.carrier_name` gives them."""
-    return f"key/values of {num_layers} layers with {num_heads} heads of {head_dim}"
-
-
 def num_bytes(memory: Any) -> int:
     """Bytes of a memory's real slots, with their scales and what is said of each pair."""
     of_pairs = (vars(memory)[name] for name in PAIR_FIELDS)
@@ -1767,6 +1740,215 @@ def check_range(memory: Any, dtype: torch.dtype) -> None:
         found = magnitudes.where(magnitudes.isfinite(), 0).max().item() if tensor.numel() else 0.0
         if found > largest:
             raise ValueError(f"the memory holds values up to {found:.4g}, {dtype} ends at {largest:.4g}")
+
+
+# parts/optimal_transport.py
+
+# Largest cost / epsilon, less a row's least: scalings over masses then stay between exp(-2 L) / receivers and
+# exp(2 L) * receivers, well within the range of the dtype for these L.
+_MOST_SPREAD = {torch.float32: 30.0, torch.float64: 250.0}
+# Entries of a block of windows that goes through all iterations at once on a CPU: what its caches hold.
+_BLOCK_ENTRIES = 2**20
+
+
+def sinkhorn(
+    cost: Tensor,
+    source_mass: Tensor,
+    target_mass: Tensor,
+    epsilon: float = 0.1,
+    num_iterations: int = 30,
+    max_cost: float | None = None,
+) -> Tensor:
+    """Transport plan between senders and receivers that Sinkhorn's algorithm finds (ComprExIT, equation 11)."""
+    if not cost.numel():
+        return cost.clone()
+    dtype = functools.reduce(torch.promote_types, (source_mass.dtype, target_mass.dtype, torch.float32), cost.dtype)
+    if (_spread(cost, source_mass, target_mass) if max_cost is None else max_cost) > epsilon * _MOST_SPREAD[dtype]:
+        dtype = torch.float64
+    tensors = [
+        cost.to(dtype).reshape(-1, *cost.shape[-2:]),
+        source_mass.to(dtype).reshape(-1, cost.shape[-2]),
+        target_mass.to(dtype).reshape(-1, cost.shape[-1]),
+    ]
+    settings = Settings(float(epsilon), num_iterations)
+    solver = _solver_for(tensors[0])
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        plan = _Sinkhorn.apply(*tensors, settings, solver)
+    else:
+        plan, _ = solver.solve(*tensors, settings, False)
+    return plan.to(cost.dtype).reshape(cost.shape)
+
+
+def _spread(cost: Tensor, source_mass: Tensor, target_mass: Tensor) -> float:
+    """Most by which the costs of a row differ between senders and receivers with mass."""
+    is_path = (source_mass > 0)[..., None] & (target_mass > 0)[..., None, :]
+    cost = cost.detach()
+    least, most = cost.masked_fill(~is_path, math.inf).amin(dim=-1), cost.masked_fill(~is_path, -math.inf).amax(dim=-1)
+    return float((most - least).amax())
+
+
+class Settings(NamedTuple):
+    """The numbers that all windows of a call share."""
+
+    epsilon: float
+    num_iterations: int
+
+
+class Solver(NamedTuple):
+    """The two directions of an implementation, over `(num_windows, num_senders, num_receivers)`."""
+
+    solve: Callable[..., tuple[Tensor, Tensor | None]]
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class _Sinkhorn(torch.autograd.Function):
+    """All iterations as one operation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: Settings, solver: Solver
+    ) -> Tensor:
+        plan, history = solver.solve(cost, source_mass, target_mass, settings, True)
+        ctx.save_for_backward(cost, source_mass, target_mass, history)
+        ctx.settings, ctx.solver = settings, solver
+        return plan
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_plan: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.solver.gradients(grad_plan, *ctx.saved_tensors, ctx.settings)
+        return *gradients, None, None
+
+
+def _solve(
+    cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: Settings, keep_history: bool
+) -> tuple[Tensor, Tensor | None]:
+    plan = torch.empty_like(cost, memory_format=torch.contiguous_format)
+    num_windows, _, num_receivers = cost.shape
+    history = cost.new_empty((num_windows, 1 + settings.num_iterations, num_receivers)) if keep_history else None
+    # Under autocast the products would run in a half type.
+    with torch.autocast(cost.device.type, enabled=False):
+        for block in _blocks(cost):
+            problem = _prepared(cost[block], source_mass[block], target_mass[block], settings)
+            _iterate(problem, settings, None if history is None else history[block], plan[block])
+    return plan, history
+
+
+def _gradients(
+    grad_plan: Tensor, cost: Tensor, source_mass: Tensor, target_mass: Tensor, history: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of cost and masses, through every iteration."""
+    grads = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (cost, source_mass, target_mass)
+    ]
+    with torch.autocast(cost.device.type, enabled=False):
+        for block in _blocks(cost):
+            problem = _prepared(cost[block], source_mass[block], target_mass[block], settings)
+            grad_scores, *grad_logs = _iterate_back(problem, settings, history[block], grad_plan[block])
+            torch.mul(grad_scores, -1 / settings.epsilon, out=grads[0][block])
+            for grad, grad_log, mass in zip(
+                grads[1:], grad_logs, (source_mass[block], target_mass[block]), strict=True
+            ):
+                grad[block] = (grad_log / mass).masked_fill_(mass <= 0, 0)
+    return grads[0], grads[1], grads[2]
+
+
+_TORCH_SOLVER = Solver(_solve, _gradients)
+
+
+class _Problem(NamedTuple):
+    """A block of windows, safe to iterate on."""
+
+    kernel: Tensor  # (windows, senders, receivers): exp(-cost / epsilon) over each row's largest, 1 where no mass is
+    source: Tensor  # (windows, 1, senders), sums to 1
+    target: Tensor  # (windows, 1, receivers), sums to 1
+    total: Tensor  # (windows, 1, 1), mass of the plan, 0 where no plan is possible
+
+
+def _prepared(cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: Settings) -> _Problem:
+    source, source_sum = _normalised(source_mass)
+    target, total = _normalised(target_mass)
+    is_dead = (source_sum <= 0) | (total <= 0)
+    no_source, no_target = source_mass <= 0, target_mass <= 0
+    # Another device is not waited for: there everything is masked, needed or not.
+    any_masked = cost.device.type != "cpu" or bool(no_source.any() | no_target.any())
+    if any_masked:
+        is_masked = no_source[:, :, None] | no_target[:, None, :]
+        cost = cost.masked_fill(is_masked, math.inf)
+    # Adding to a row changes no plan.
+    scores = torch.sub(cost.amin(dim=2, keepdim=True), cost).mul_(1 / settings.epsilon)
+    if any_masked:
+        scores.masked_fill_(is_masked, 0)
+        # A window that has no plan gets any other masses, so that nothing is divided by zero, and a total of zero.
+        source = source.masked_fill(is_dead, 1 / source.shape[1])
+        target = target.masked_fill(is_dead, 1 / target.shape[1])
+        total = total.masked_fill(is_dead, 0)
+    kernel = scores.clamp_(min=-_MOST_SPREAD[scores.dtype]).exp_()
+    return _Problem(kernel, source[:, None], target[:, None], total[:, None])
+
+
+def _normalised(mass: Tensor) -> tuple[Tensor, Tensor]:
+    """Masses over their sum, and the sum, `(windows, 1)`."""
+    mass = mass.clamp(min=0)
+    total = mass.sum(dim=1, keepdim=True)
+    return mass / total, total
+
+
+def _iterate(problem: _Problem, settings: Settings, history: Tensor | None, plan: Tensor) -> None:
+    """Iterate `u = source / (kernel v)`, `v = target / (kernel^T u)`, whose plan is `u kernel v`."""
+    kernel, source, target, total = problem
+    u, v = torch.empty_like(source), (target > 0).to(target.dtype)
+    if history is not None:
+        history[:, :1] = v
+    row_sums, column_sums = torch.empty_like(source), torch.empty_like(target)
+    for step in range(settings.num_iterations):
+        torch.bmm(v, kernel.mT, out=row_sums)
+        torch.div(source, row_sums, out=u)
+        torch.bmm(u, kernel, out=column_sums)
+        v = torch.div(target, column_sums, out=v if history is None else history[:, step + 1 : step + 2])
+    torch.mul(kernel.mul_(u.mT), v * total, out=plan)
+
+
+def _iterate_back(
+    problem: _Problem, settings: Settings, history: Tensor, grad_plan: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of scores and log masses through the iterations of `_iterate`."""
+    kernel, source, target, total = problem
+    before, after = history[:, :-1], history[:, 1:]  # v before and after each iteration
+    u_over_source = torch.bmm(before, kernel.mT).reciprocal_()
+    u = u_over_source * source
+    v_over_target = after / target.masked_fill(target <= 0, 1)
+
+    grad_scores = (kernel * u[:, -1, :, None]).mul_(after[:, -1:] * total).mul_(grad_plan)
+    grad_u, grad_v = grad_scores.sum(dim=2)[:, None], grad_scores.sum(dim=1)[:, None]
+    grad_log_source, grad_log_target = torch.zeros_like(source), torch.zeros_like(target)
+    x, y = torch.empty_like(v_over_target), torch.empty_like(u)
+    for step in reversed(range(settings.num_iterations)):
+        now = slice(step, step + 1)
+        grad_log_target += grad_v
+        torch.mul(grad_v, v_over_target[:, now], out=x[:, now])
+        grad_u = torch.addcmul(grad_u, u[:, now], torch.bmm(x[:, now], kernel.mT), value=-1)
+        grad_log_source += grad_u
+        torch.mul(grad_u, u_over_source[:, now], out=y[:, now])
+        grad_v = torch.bmm(y[:, now], kernel).mul_(before[:, now]).neg_()
+        grad_u = torch.zeros_like(grad_u)
+    outer = torch.bmm(u.mT, x).baddbmm_(y.mT, before)
+    return grad_scores.addcmul_(kernel, outer, value=-1), grad_log_source[:, 0], grad_log_target[:, 0]
+
+
+def _blocks(cost: Tensor) -> Iterator[slice]:
+    """Windows that go through the iterations together: all, or on a CPU as many as its caches hold."""
+    num_windows, num_senders, num_receivers = cost.shape
+    size = num_windows
+    if cost.device.type == "cpu":
+        size = max(1, _BLOCK_ENTRIES // (num_senders * num_receivers))
+    for start in range(0, num_windows, size):
+        yield slice(start, start + size)
+
+
+def _solver_for(cost: Tensor) -> Solver:
+    is_fused = cost.is_cuda and cost.dtype == torch.float32 and fits(cost.shape[1], cost.shape[2])
+    return Solver(fused_solve, fused_gradients) if is_fused else _TORCH_SOLVER
 
 
 # checkpoint/base_weights.py
@@ -1879,15 +2061,12 @@ def base_record(model: PreTrainedModel) -> BaseRecord | None:
     return model.base_model.__dict__.get(_RECORD)
 
 
-def stored_weights(name: str | os.PathLike, variant: str | None = None, **download: Any) -> dict[str, Tensor]:
-    """The weights in a checkpoint's own files, in one file or several."""
-    one, several = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
-    if variant is not None:
-        one, several = (f"{stem}.{variant}.{end}" for stem, _, end in (n.rpartition(".") for n in (one, several)))
-    file = cached_file(name, one, _raise_exceptions_for_missing_entries=False, **download)
+def stored_weights(name: str | os.PathLike, **download: Any) -> dict[str, Tensor]:
+    """Return the weights in a checkpoint's own files, in one file or several."""
+    file = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **download)
     if file is not None:
         return load_file(file)
-    index = cached_file(name, several, **download)
+    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **download)
     files, _ = get_checkpoint_shard_files(name, index, **download)
     return {key: tensor for file in files for key, tensor in load_file(file).items()}
 
@@ -1899,7 +2078,8 @@ def load_bases(
     checkpoint: str | os.PathLike,
     download: dict[str, Any],
 ) -> dict[str, dict[str, Tensor]]:
-    """Fetch the bases that a light checkpoint names, and check that they are the ones."""
+    """Fetch the bases that a light checkpoint names, check that they are the ones, and return the weights of each, see
+    [`base_tensors`]."""
     found = {}
     for base, entry in entries.items():
         argument = "base_model" if base == DECODER_BASE else "encoder_base_model"
@@ -1974,7 +2154,8 @@ def merge(
     stored: Mapping[str, Tensor],
     checkpoint: str | os.PathLike,
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """All weights of a compressor: what its checkpoint stores, and for the rest the bases' own."""
+    """Return all weights of a compressor by the skeleton's names, those that its checkpoint stores and for the rest
+    the bases' own, and the names of the bases'."""
     own = {own_name(name): tensor for name, tensor in stored.items()}
     merged, of_the_base = {}, set()
     # A tied head is the embedding table, whichever of the two places that comes from.
@@ -2370,27 +2551,25 @@ def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: 
     return (lengths + steps if layout == "default" else spread_ids) * (steps < counts)
 
 
-def rotate_keys(keys: Tensor, offsets: Tensor, inverse_frequencies: Tensor) -> Tensor:
-    """Move keys with rotary positions on to later positions: rotations add up, so `R(p + d) k = R(d) R(p) k`."""
-    return rotated(keys, rotation(offsets, inverse_frequencies, keys))
-
-
-def rotation(offsets: Tensor, inverse_frequencies: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of `rotate_keys`, each `(batch_size, 1, 1 or num_slots, head_dim)`, for keys of all
-    layers."""
+def moved_pairs(
+    pairs: Sequence[tuple[Tensor, Tensor]], offsets: Tensor, inverse_frequencies: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Move keys with rotary positions to other positions: rotations add up, so `R(p + d) k = R(d) R(p) k`."""
+    if inverse_frequencies is None or not pairs:
+        return tuple(pairs)
+    offsets = offsets if offsets.dim() == 3 else offsets.reshape(len(offsets), 1, -1)
     # A float32 angle of a far position is off by more than float32 keys are; the host has float64 everywhere.
-    angles = offsets.reshape(len(offsets), 1, -1, 1).cpu().double() * inverse_frequencies.cpu().double()
-    angles = torch.cat([angles, angles], dim=-1)
+    angles = (offsets[..., None].cpu().double() * inverse_frequencies.cpu().double()).repeat(1, 1, 1, 2)
+    keys = pairs[0][0]
     dtype = torch.promote_types(keys.dtype, torch.float32)
-    return angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
+    cosine, sine = angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
 
+    def rotated(keys: Tensor) -> Tensor:
+        precise = keys.to(dtype)
+        first, second = precise.chunk(2, dim=-1)
+        return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(keys.dtype)
 
-def rotated(keys: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Return keys moved by `rotation`'s tables, in the shape and dtype that they have."""
-    cosine, sine = tables
-    precise = keys.to(cosine.dtype)
-    first, second = precise.chunk(2, dim=-1)
-    return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(keys.dtype)
+    return tuple((rotated(keys), values) for keys, values in pairs)
 
 
 # checkpoint/checkpoints.py
@@ -2437,8 +2616,7 @@ class CheckpointedModel(PreTrainedModel):
             model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
             # Other files than safetensors are not looked at.
             with suppress(OSError):
-                source = {"variant": kwargs.get("variant"), **fetching_arguments(kwargs)}
-                name_as_stored(model, lambda: stored_weights(name, **source))
+                name_as_stored(model, lambda: stored_weights(name, **fetching_arguments(kwargs)))
         # The library names no adapters among the missing keys; those that it offloads have no place either.
         is_whole = getattr(model, "hf_device_map", None) is None
         missing = {key for key, parameter in model.named_parameters() if is_whole and parameter.is_meta}
@@ -2452,7 +2630,8 @@ class CheckpointedModel(PreTrainedModel):
             )
         model.apply_trainable_set()
         if model.config.encoder_tokenizer is not None:
-            model.encoder_tokenizer = load_encoder_tokenizer(name, model.config.encoder_tokenizer, kwargs)
+            source = fetching_arguments(kwargs)
+            model.encoder_tokenizer = load_encoder_tokenizer(name, model.config.encoder_tokenizer, source)
             model.base_model.take_from_tokenizer(model.encoder_tokenizer)
         # The folder may be gone when the model is saved.
         sums = {key: checksum(parameter) for key, parameter in model.named_parameters() if parameter.requires_grad}
@@ -2523,7 +2702,8 @@ class CheckpointedModel(PreTrainedModel):
 
 
 def _started_adapter(model: Any, missing: set[str]) -> set[str]:
-    """Give the decoder's adapter its start values where the caller's configuration has one and no file does."""
+    """Give the decoder's adapter its start values where the caller's configuration has one and no file does, and
+    return the names of its weights."""
     names = {key for key in missing if OF_THE_DECODER.search(key)}
     for key in names:
         path, _, own = key.rpartition(".")
@@ -2576,11 +2756,10 @@ def load_light(
     places: dict[str, str | os.PathLike | None],
     arguments: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """Fetch bases and difference, and hand both to the library's `from_pretrained` as one checkpoint."""
+    """Fetch bases and difference, and hand both to the library's `from_pretrained` as one checkpoint; return the model
+    and what the library tells of its loading."""
     fetching = fetching_arguments(arguments)
     arguments = {key: value for key, value in arguments.items() if key not in ("config", *_FETCHING)}
-    # All weights are handed over: the library has no file to look for.
-    variant = arguments.pop("variant", None)
     config = copy.deepcopy(config)
     for field in set(arguments) & set(config.to_dict()) - _NOT_FIELDS:
         setattr(config, field, arguments.pop(field))
@@ -2594,7 +2773,7 @@ def load_light(
     with torch.device("meta"):
         skeleton = model_class(copy.deepcopy(config))
     # Where nothing trains, all weights are the bases'.
-    stored = stored_weights(name, variant, **fetching) if config.is_trained else {}
+    stored = stored_weights(name, **fetching) if config.is_trained else {}
     state, of_the_base = merge(skeleton, bases, stored, name)
     # A state's own type would be that of its first weight, which may be one that trains.
     dtype = arguments.pop("torch_dtype", None) or arguments.pop("dtype", None)
@@ -2683,15 +2862,18 @@ def concatenate_memories(given: Iterable[Memory]) -> Memory:
             memory.position_ids + offset[:, None] * is_moved for memory, offset in zip(memories, offsets, strict=True)
         ]
         position_ids = torch.cat(ids, dim=1).gather(1, order) * mask
-    if first.carrier == "embeddings":
-        names = ["embeddings"] if quantization_of(first.dtype) is None else ["embeddings", "scales"]
-        slots = {name: torch.cat([vars(memory)[name] for memory in memories], dim=1) for name in names}
-        places = order[:, :, None], mask[:, :, None]
-        carrier: dict[str, Any] = {name: _packed(tensor, *places, slot_dim=1) for name, tensor in slots.items()}
-    else:
-        carrier = {"key_values": _packed_key_values(memories, mask, order, offsets if is_moved else None)}
-    is_real = mask[:, :, None].bool()
-    carrier |= _of_pairs(memories, lambda each: torch.cat(each, 1).take_along_dim(order[:, :, None], 1) * is_real)
+    if first.carrier == "key_values" and is_moved:
+        memories = _moved(memories, offsets)
+    columns = zip(*(carrier_tensors(memory) + scale_tensors(memory) for memory in memories), strict=True)
+    is_pad = (mask == 0)[:, :, None]
+
+    def packed(column: Sequence[Tensor]) -> Tensor:
+        """Return slots `(batch_size, num_slots, ...)` or `(batch_size, num_heads, num_slots, ...)` in their order."""
+        tensor = torch.cat(list(column), dim=-2)
+        index, pads = (order[:, :, None], is_pad) if tensor.dim() == 3 else (order[:, None, :, None], is_pad[:, None])
+        return tensor.take_along_dim(index, dim=-2).masked_fill(pads, 0)
+
+    carrier = map_carrier(first, lambda tensor: packed(next(columns))) | _of_pairs(memories, packed)
     total_tokens = context_counts.sum(dim=0)
     return replace(
         first,
@@ -2731,7 +2913,7 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
 
 
 def _of_pairs(memories: Sequence[Memory], joined: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor | None]:
-    """The fields with an entry for each pair; nothing where a memory has it not."""
+    """Join the fields with an entry for each pair; `None` where a memory has none."""
     found = {name: [vars(memory)[name] for memory in memories] for name in PAIR_FIELDS}
     return {name: None if any(t is None for t in each) else joined(each) for name, each in found.items()}
 
@@ -2798,29 +2980,17 @@ def _questions(memory: Memory) -> list[int] | None:
     return None if fingerprints is None else fingerprints.tolist()
 
 
-def _packed(slots: Tensor, order: Tensor, mask: Tensor, slot_dim: int) -> Tensor:
-    """Slots in their order, zeros at the padding slots."""
-    return slots.take_along_dim(order, dim=slot_dim).masked_fill(mask == 0, 0)
-
-
-def _packed_key_values(
-    memories: Sequence[Memory], mask: Tensor, order: Tensor, offsets: Tensor | None
-) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Keys and values of all layers in packed order, keys moved on by `offsets` `(num_memories, batch_size)`."""
+def _moved(memories: Sequence[Memory], offsets: Tensor) -> list[Memory]:
+    """Return memories of key/values, those behind the first with their keys moved on by `offsets`, `(num_memories,
+    batch_size)`."""
     frequencies = memories[0].inverse_frequencies
-    if offsets is not None:
-        if any(memory.inverse_frequencies is None for memory in memories):
-            raise ValueError("key/values move to later positions here, which needs inverse_frequencies in each memory")
-        if not all(torch.equal(frequencies.cpu(), memory.inverse_frequencies.cpu()) for memory in memories):
-            raise ValueError("memories of different inverse_frequencies cannot be concatenated")
-    places = order[:, None, :, None], mask[:, None, :, None]
-    packed: list[tuple[Any, ...]] = []
-    for pairs in zip(*(memory.key_values for memory in memories), strict=True):
-        keys, values = map(list, zip(*pairs, strict=True))
-        if offsets is not None:
-            keys[1:] = [rotate_keys(*later, frequencies) for later in zip(keys[1:], offsets[1:], strict=True)]
-        packed.append(tuple(_packed(torch.cat(states, dim=2), *places, slot_dim=2) for states in (keys, values)))
-    return tuple(packed)
+    if any(memory.inverse_frequencies is None for memory in memories):
+        raise ValueError("key/values move to later positions here, which needs inverse_frequencies in each memory")
+    if not all(torch.equal(frequencies.cpu(), memory.inverse_frequencies.cpu()) for memory in memories):
+        raise ValueError("memories of different inverse_frequencies cannot be concatenated")
+    pairs = [moved_pairs(m.key_values, by, frequencies) for m, by in zip(memories[1:], offsets[1:], strict=True)]
+    later = [replace(m, check=False, key_values=own) for m, own in zip(memories[1:], pairs, strict=True)]
+    return [memories[0], *later]
 
 
 def _common_ratio(memories: Sequence[Memory], num_tokens: Tensor, num_slots: Tensor) -> int | Tensor:
@@ -2916,7 +3086,8 @@ class CompressedContext:
         if self.embeddings is not None:
             return f"embeddings of width {width_of(self.embeddings)}"
         layers = self.key_values or ()
-        return key_values_name(len(layers), layers[0][0].shape[1], width_of(layers[0][0]))
+        heads, head_dim = layers[0][0].shape[1], width_of(layers[0][0])
+        return f"key/values of {len(layers)} layers with {heads} heads of {head_dim}"
 
     @property
     def batch_size(self) -> int:
@@ -2983,7 +3154,6 @@ class CompressedContext:
         hidden_size: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
-        key_value_shape: tuple[int, int, int] | None = None,
     ) -> CompressedContext:
         """Read a memory that `save` wrote, after checking every byte of it."""
         tensors, metadata = read_memory_file(path)
@@ -2996,11 +3166,8 @@ class CompressedContext:
             raise ValueError(f"{path} names no model: it was compressed in training mode, and must be made anew")
         if model_id is not None and memory.model_id != model_id:
             raise ValueError(f"{path} is a memory of the model {memory.model_id!r}, not of {model_id!r}")
-        found = memory.carrier_name
-        if hidden_size is not None and found != (wanted := f"embeddings of width {hidden_size}"):
-            raise ValueError(f"{path} holds {found}, the model reads {wanted}")
-        if key_value_shape is not None and found != (wanted := key_values_name(*key_value_shape)):
-            raise ValueError(f"{path} holds {found}, the model reads {wanted}")
+        if hidden_size is not None and memory.carrier_name != (wanted := f"embeddings of width {hidden_size}"):
+            raise ValueError(f"{path} holds {memory.carrier_name}, the model reads {wanted}")
         return memory.to(device=device, dtype=dtype)
 
     def to(
@@ -3135,8 +3302,11 @@ def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
 
 
 def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
-    """Bring the slots of groups of chunks into the order of all chunks, with zeros for chunks in no group."""
+    """Bring the slots of groups of chunks into the order of all chunks, with zeros for chunks in no group; `order` has
+    each chunk's place among those of all groups, or their number where it is in none."""
     first = parts[0]
+    if is_dataclass(first):
+        return replace(first, **{name: gathered([vars(part)[name] for part in parts], order) for name in vars(first)})
     if not isinstance(first, Tensor):
         layers = [zip(*of_layer, strict=True) for of_layer in zip(*parts, strict=True)]
         return tuple(tuple(gathered(states, order) for states in of_layer) for of_layer in layers)
@@ -3151,7 +3321,7 @@ def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
 
 
 def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Tensor) -> tuple[Tensor, list[int]]:
-    """Put the same vectors in front of the slots of each chunk, and behind them; a chunk without slots has none."""
+    """Put vectors `(num_markers, hidden_size)` in front of the left-aligned slots of each chunk, and behind them."""
     around = [markers.to(slots.dtype).expand(len(counts), -1, -1) for markers in (before, after)]
     joined = torch.cat([around[0], slots[:, : max(counts)], around[1]], dim=1)
     num_markers = len(before) + len(after)
@@ -3165,7 +3335,7 @@ def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Te
 
 
 def join(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[Slots, Tensor]:
-    """Join the chunks' slots row by row, without gaps."""
+    """Join the chunks' left-aligned slots row by row, without gaps."""
     mask = first_places(counts, slots.device if isinstance(slots, Tensor) else slots[0][0].device)
     slots = _of_each(slots, lambda states: states[..., : max(counts), :])
     if min(counts) != max(counts):
@@ -3214,7 +3384,7 @@ _KEYWORDS = (
 
 @dataclass
 class TokenRows:
-    """Token ids with their mask; `lengths` come with [`check_together`]."""
+    """Token ids with their mask."""
 
     name: str
     input_ids: Tensor
@@ -3297,7 +3467,8 @@ def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]
 
 
 def cached_text_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) -> Tensor:
-    """Return the mask `(batch_size, num_cached + num_new_tokens)` of a text whose first tokens are in a cache."""
+    """Return the caller's mask of a text, `(batch_size, num_cached + num_new_tokens)`, whose first tokens are in a
+    cache; `generate` drops a mask of ones."""
     shape = (len(input_ids), num_cached + input_ids.shape[1])
     if mask is None:
         return input_ids.new_ones(shape, dtype=torch.long)
@@ -3401,7 +3572,8 @@ def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContex
 
 
 def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[CompressedContext, bool, int]:
-    """Check a text and the memory in front of it by one wait for the device."""
+    """Check a text and the memory in front of it by one wait for the device, and return the memory, whether all of its
+    slots are real, and the slots and text tokens of the longest row."""
     memory = check_memory(memory, model, text.input_ids)
     longest = (memory.num_slots + text.attention_mask.sum(dim=1)).max()
     all_real, longest = check_together(text, also=[memory.attention_mask.all(), longest])
@@ -3483,23 +3655,17 @@ def keep_caches_under_checkpointing(model: nn.Module, enable: bool) -> None:
             layer._can_checkpoint_with_cache = enable
 
 
-def aligned_right(memory: CompressedContext, is_full: bool) -> KeyValues:
-    """The memory's keys and values with its padding slots in front; as they are where all slots are real."""
+def filled_cache(memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:
+    """Return a cache that starts with a memory of key/values, its padding slots in front; `is_full` if it has none."""
     pairs = memory.key_values or ()
-    if is_full:
-        return pairs
-    order = memory.attention_mask.argsort(dim=1, stable=True)
-    return tuple((take_places(keys, order, dim=2), take_places(values, order, dim=2)) for keys, values in pairs)
-
-
-def filled_cache(key_values: KeyValues, cache: Cache | None, use_cache: bool) -> Cache:
-    """A cache that starts with the memory: the one given, a new one, or where none is wanted one to read only."""
+    if not is_full:
+        order = memory.attention_mask.argsort(dim=1, stable=True)
+        pairs = tuple((take_places(keys, order, dim=2), take_places(values, order, dim=2)) for keys, values in pairs)
     if cache is None and not use_cache:
-        return ReadOnlyCache(key_values)
+        return ReadOnlyCache(pairs)
     cache = DynamicCache() if cache is None else cache
-    if key_values[0][0].shape[2]:
-        for layer, (keys, values) in enumerate(key_values):
-            cache.update(keys, values, layer)
+    for layer, (keys, values) in enumerate(pairs if memory.attention_mask.shape[1] else ()):
+        cache.update(keys, values, layer)
     return cache
 
 
@@ -3612,8 +3778,11 @@ class ReadSlots:
             rows = {name: self._rows[name] for name in names if name in self._rows}
             self._rows = {name: row for name, row in self._rows.items() if name not in rows} | rows
         if missing := [row for row, name in enumerate(names) if name not in rows]:
-            found = slots_as_key_values(self.backbone, memory.rows(missing), first)
-            new = {names[row]: _row_alone(found.rows(place)) for place, row in enumerate(missing)}
+            read = slots_as_key_values(self.backbone, memory.rows(missing), first)
+            alone = map(read.rows, range(len(missing)))
+            # Copies: what is cut out of a batch would keep all of it.
+            copies = [replace(row, check=False, **map_carrier(row, torch.clone)) for row in alone]
+            new = dict(zip((names[row] for row in missing), copies, strict=True))
             self._keep(new, versions)
             rows |= new
         return memory.stack([rows[name] for name in names]), [text[len(first) :] for text in texts]
@@ -3661,23 +3830,11 @@ def slots_as_key_values(backbone: Any, memory: CompressedContext, first: Sequenc
     )
 
 
-def _row_alone(memory: CompressedContext) -> CompressedContext:
-    """Return a row of a batch in tensors of its own, without the pads behind it."""
-    real = slice(int(memory.num_slots))
-    pairs = tuple((keys[:, :, real].clone(), values[:, :, real].clone()) for keys, values in memory.key_values or ())
-    fields: dict[str, Any] = {
-        "attention_mask": memory.attention_mask[:, real],
-        "position_ids": memory.position_ids[:, real],
-    }
-    return replace(memory, check=False, key_values=pairs, **fields)
-
-
 def _row_digest(row: CompressedContext, first: Sequence[int]) -> bytes:
     """Return a digest of the values and places of a row's slots."""
-    real = slice(int(row.num_slots))
     digest = hashlib.sha256(f"{row.model_id}{row.position_layout}{list(first)}".encode())
-    tensors: list[Any] = [row.embeddings, row.position_ids]
-    for tensor in (*(tensor[:, real] for tensor in tensors), row.num_context_tokens):
+    tensors: list[Any] = [row.embeddings, row.position_ids, row.num_context_tokens]
+    for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.digest()
 
@@ -3959,7 +4116,7 @@ class ContextCompressionQAPipeline(Pipeline):
         batch_size = self._size(batch_size)
         self.check_max_tokens(max_tokens)
         self.check_serves_memories("a memory without one answers nothing: ask about the document itself")
-        rows = [cut_passages(row, max_tokens) for row in self._passages(documents, max_tokens)]
+        rows = self._passages(documents, max_tokens)
         if not rows:
             raise ValueError("`documents` is an empty list")
         by_row = isinstance(ratio, Tensor) and ratio.dim() > 0
@@ -4028,11 +4185,12 @@ class ContextCompressionQAPipeline(Pipeline):
         return [[token for passage in row for token in passage] for row in self._passages(documents, most)]
 
     def _passages(self, documents: Any, most: int | None = None) -> list[list[list[int]]]:
-        """Return token ids of each document's passages."""
+        """Return token ids of each document's passages, of each document so many tokens at most."""
         is_one = isinstance(documents, (str, Mapping)) or not isinstance(documents, Iterable)
         texts: list[Any] = [documents] if is_one else list(documents)
         _check_documents(texts)
-        return passages_ids(self.model.config, self._document_tokenizer, texts, most)
+        rows = passages_ids(self.model.config, self._document_tokenizer, texts, most)
+        return [cut_passages(row, most) for row in rows]
 
     def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
         """Return a memory from its file, on the model's device; one that is loaded already comes back as it is."""
@@ -4101,9 +4259,7 @@ class ContextCompressionQAPipeline(Pipeline):
             "question_ids": question_ids,
             # Behind the tokens of each document that is not compressed.
             "full_text_ids": [ids for ids, _ in texts] if full_text else None,
-            "document_ids": (
-                [cut_passages(row, max_tokens) for row in self._passages(sources, max_tokens)] if compresses else None
-            ),
+            "document_ids": self._passages(sources, max_tokens) if compresses else None,
             "memories": [self.load_memory(source) for source in sources] if name == "memory" else None,
             "batch_size": inputs["batch_size"],
             "asks_one": asks_one,
@@ -4381,6 +4537,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         """Return memories without a name of contexts that [`check_together`] has seen; no more waits for the
         device."""
         config, is_key_values = self.config, self.config.carrier == "key_values"
+        allow_untrained_ratio |= not config.is_trained
         ratios = check_ratios(ratios, config.compression_ratios, context.input_ids, allow_untrained_ratio)
         chunks = self.chunks_of(context)
         chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
@@ -4398,9 +4555,11 @@ class CompressorBackbone(CompressorPreTrainedModel):
             counts = self.kept_slots(chunks, chunk_ratio)
             if around and isinstance(slots, Tensor) and max(counts):
                 slots, counts = with_markers(slots, counts, *around)
-            fields, slot_mask = self.joined_slots(slots, counts, chunks.chunks_per_row)
+            fields = vars(slots) if is_dataclass(slots) else {config.carrier: slots}
+            joined = {name: join(field, counts, chunks.chunks_per_row) for name, field in fields.items()}
+            slot_mask = joined[config.carrier][1]
             memory = CompressedContext(
-                **fields,
+                **{name: field for name, (field, _) in joined.items()},
                 inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
                 attention_mask=slot_mask,
                 position_ids=self.slot_positions(slot_mask, chunks, counts),
@@ -4452,6 +4611,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
     def chunks_of(self, context: TokenRows) -> Chunks:
         """Cut contexts into chunks; `ValueError` for one that is longer than the encoder has positions."""
         config, layout = self.config, self.config.position_layout
+        if context.passages is not None and not config.has_chunks:
+            raise ValueError(f"the base reads a context whole, without `chunk_lengths`, got {context.passages}")
         rows = (context.input_ids, context.attention_mask, context.lengths)
         chunks = cut(*rows, config.chunk_size, layout, context.passages)
         if config.encoder_limit is not None:
@@ -4470,12 +4631,6 @@ class CompressorBackbone(CompressorPreTrainedModel):
         ids = encoder_memory_ids(lengths, of_chunks, chunks.starts, layout, max(counts))
         joined: Any = join(ids[:, :, None], counts, chunks.chunks_per_row)[0]
         return joined[:, :, 0] * slot_mask
-
-    def joined_slots(self, slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
-        """Return the slots of `encode` as fields of a `CompressedContext`, and their mask; arguments as of
-        [`join`]."""
-        joined, slot_mask = join(slots, counts, chunks_per_row)
-        return {self.config.carrier: joined}, slot_mask
 
     def _no_slots(self, num_chunks: int) -> Slots:
         """Return the slots of contexts without any token."""
@@ -4641,7 +4796,8 @@ class CompressorModel(CompressorBackbone):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Run the encoder once with its adapter."""
+        """Run the encoder once with its adapter on `input_ids` `(num_chunks, num_tokens)` or `inputs_embeds`; the mask
+        has their shape, or the backbone's own form."""
         inputs: dict[str, Any]
         inputs = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         if cache is not None:
@@ -4786,7 +4942,8 @@ class CompressorModel(CompressorBackbone):
         ratio: Any,
         beside: dict[str, Any],
     ) -> tuple[CompressedContext | None, bool, int | None]:
-        """Check a text and what stands in front of it by one wait for the device; compress a context."""
+        """Check a text and what stands in front of it by one wait for the device; compress a context. Returns as
+        [`check_text_and_memory`]."""
         if memory is not None:
             return check_text_and_memory(text, memory, self)
         if context is None and torch.compiler.is_exporting():
@@ -4896,7 +5053,7 @@ class CompressorModel(CompressorBackbone):
 
     def cache_of_slots(self, memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:
         """Return a cache that starts with a memory of key/values, the one given or a new one."""
-        return filled_cache(aligned_right(memory, is_full), cache, use_cache)
+        return filled_cache(memory, is_full, cache, use_cache)
 
     def cached_slot_mask(self, memory: CompressedContext) -> Tensor:
         """Mark the places of such a cache that hold slots, `(batch_size, num_places)`."""

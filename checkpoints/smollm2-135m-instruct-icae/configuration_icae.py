@@ -4,18 +4,11 @@
 from __future__ import annotations
 
 import difflib
-from bisect import bisect_left
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, ClassVar, cast
 
 from transformers import AutoConfig, CONFIG_MAPPING, PreTrainedConfig
-
-
-# configuration/layer_shape.py
-
-def max_positions(config: PreTrainedConfig) -> int | None:
-    """The most positions of a language model; `None` where its configuration names no limit."""
-    return getattr(config, "max_position_embeddings", None)
 
 
 # configuration/nearest_names.py
@@ -152,8 +145,6 @@ PROMPT_FORMATS = ("plain", "chat")
 # The task of `transformers.pipeline`, and the Auto classes whose models it can ask.
 QUESTION_ANSWERING = "context-compression-qa"
 _GENERATING = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
-# Longer than any context: what fits it has no limit.
-_ENDLESS = 2**40
 # What `save_pretrained` records about a checkpoint; nobody chooses these.
 _RECORD = {
     "external_weights": None,
@@ -162,6 +153,11 @@ _RECORD = {
     "code_version": CODE_VERSION,
     "config_schema": CONFIG_SCHEMA,
 }
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Return the most positions of a language model; `None` where its configuration names no limit."""
+    return getattr(config, "max_position_embeddings", None)
 
 
 class CompressorConfig(PreTrainedConfig):
@@ -187,6 +183,20 @@ class CompressorConfig(PreTrainedConfig):
     restores_context_start = True
     # Whether long contexts can be cut into chunks.
     has_chunks = True
+    # Whether a language model reads the context.
+    has_encoder = True
+    # Learned tokens that can stand behind a chunk; `None`: as many as it takes.
+    num_memory_tokens: int | None = None
+    # Whether a context is compressed together with its question, so that a memory answers no other one.
+    compresses_questions = False
+    # Whether the method's own last map starts at zero with `embedding_residual`, in place of a map for that.
+    maps_slots = False
+    # Whether BOS stands in front of a task token behind slots, too.
+    bos_before_task_token = False
+    # Patterns of what trains in the present one of a method's stages; `None`: adapters and the method's parts.
+    stage_parameters: tuple[str, ...] | None = None
+    # Whether this stage of a training changes no memory: the decoder's own adapter alone trains.
+    has_frozen_memories = False
     # The packaged prompts of texts that start with no task token and stand in no chat: their name, and their question.
     plain_prompts = ("default", "\nQuestion: {question}\nAnswer:")
     # The method's fields that a model card names -> what it calls them.
@@ -314,11 +324,6 @@ class CompressorConfig(PreTrainedConfig):
         }
 
     @classmethod
-    def auto_classes(cls) -> dict[str, str]:
-        """Every Auto class that loads a checkpoint of the method, with the class that it loads."""
-        return cls.default_auto_map()
-
-    @classmethod
     def default_custom_pipelines(cls) -> dict[str, dict[str, Any]]:
         """Return the fields with which `transformers.pipeline` asks a checkpoint with the code in its own folder."""
         loaders = [name for name in cls.default_auto_map() if name in _GENERATING]
@@ -334,11 +339,6 @@ class CompressorConfig(PreTrainedConfig):
     def method(self) -> str:
         """The method's name, that of its files."""
         return self.model_type.removesuffix("_compressor")
-
-    @property
-    def card_text(self) -> str:
-        """Whose description a model card has: the method's, or that of a published system that is a setting of it."""
-        return self.method
 
     @property
     def auto_class(self) -> str:
@@ -385,51 +385,15 @@ class CompressorConfig(PreTrainedConfig):
         return behind_task_token if self.task_token_ids else self.plain_prompts
 
     @property
-    def stage_parameters(self) -> tuple[str, ...] | None:
-        """Patterns of what trains in the present one of a method's stages; `None`: adapters and the method's parts."""
-        return None
-
-    @property
-    def has_frozen_memories(self) -> bool:
-        """Return whether this stage of a training changes no memory: the decoder's own adapter alone trains."""
-        return False
-
-    @property
     def decoder_adapter(self) -> dict[str, Any] | None:
         """Settings of an adapter of the decoder's own; `None` where it has none, or reads with a shared one alone."""
         is_shared = self.shared_adapter and not self.has_frozen_memories and self.decoder_lora == self.encoder_lora
         return None if is_shared else self.decoder_lora
 
-    @property
-    def bos_before_task_token(self) -> bool:
-        """Return whether BOS stands in front of a task token behind slots, too."""
-        return False
-
-    @property
-    def compresses_questions(self) -> bool:
-        """Return whether a context is compressed together with its question, so that a memory answers no other one."""
-        return False
-
-    @property
-    def maps_slots(self) -> bool:
-        """True if the method's own last map starts at zero with `embedding_residual`, in place of a map for that."""
-        return False
-
-    @property
-    def vocab_size(self) -> int:
-        return self.decoder_config.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.decoder_config.hidden_size
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return self.decoder_config.num_hidden_layers
-
-    @property
-    def num_attention_heads(self) -> int:
-        return self.decoder_config.num_attention_heads
+    vocab_size: Any = property(attrgetter("decoder_config.vocab_size"))
+    hidden_size: Any = property(attrgetter("decoder_config.hidden_size"))
+    num_hidden_layers: Any = property(attrgetter("decoder_config.num_hidden_layers"))
+    num_attention_heads: Any = property(attrgetter("decoder_config.num_attention_heads"))
 
     @property
     def max_position_embeddings(self) -> int | None:
@@ -438,19 +402,9 @@ class CompressorConfig(PreTrainedConfig):
     # --- how much a context costs, and how long it may be ---
 
     @property
-    def has_encoder(self) -> bool:
-        """Return whether a language model reads the context."""
-        return True
-
-    @property
     def encoder_limit(self) -> int | None:
         """Positions of the language model that reads whole chunks, which are then no longer; `None` for no limit."""
         return max_positions(self.get_encoder_config()) if self.has_encoder else None
-
-    @property
-    def num_memory_tokens(self) -> int | None:
-        """Learned tokens that can stand behind a chunk; `None`: as many as it takes."""
-        return None
 
     def chunk_slots(self, num_tokens: int, ratio: int) -> int:
         """Slots of a chunk of so many tokens: ceil(n / r)."""
@@ -476,26 +430,6 @@ class CompressorConfig(PreTrainedConfig):
         full, rest = divmod(num_context_tokens, size)
         return [(length, times) for length, times in ((size, full), (rest, 1)) if length and times]
 
-    def max_context_tokens(self, ratio: int) -> int | None:
-        """Most context tokens that are compressed at a ratio, start tokens included; `None` for no limit."""
-        if self._fits(_ENDLESS, ratio):
-            return None
-        return bisect_left(range(1, _ENDLESS), True, key=lambda num_tokens: not self._fits(num_tokens, ratio))
-
-    def _fits(self, num_tokens: int, ratio: int) -> bool:
-        """Return whether a context has its positions in the encoder, and its memory tokens."""
-        longest_chunk = num_tokens if self.chunk_size is None else min(self.chunk_size, num_tokens)
-        appended = self.chunk_memory_tokens(longest_chunk, ratio)
-        if self.num_memory_tokens is not None and appended > self.num_memory_tokens:
-            return False
-        limit = self.encoder_limit
-        if limit is None:
-            return True
-        # Chunks start anew at 0, with memory tokens behind them; or they count on from 1, and memory tokens share the
-        # positions of their chunk.
-        in_row = num_tokens + self.first_context_position
-        return (longest_chunk + appended if self.position_layout == "default" else in_row) <= limit
-
 
 # configuration/configuration_memory_tokens.py
 
@@ -509,6 +443,7 @@ class MemoryTokensConfig(CompressorConfig):
     Chunks that are compressed independently, each by distinct memory tokens of which chunk_size / ratio are learned."""
 
     card_fields = {**CompressorConfig.card_fields, "memory_tokens": "Memory tokens of a chunk"}
+    default_task_tokens: tuple[str, ...] = TASK_TOKENS
 
     def __init__(
         self,
@@ -535,11 +470,6 @@ class MemoryTokensConfig(CompressorConfig):
         if task_token_ids is None:
             self.task_token_ids = {token: self.vocab_size + i for i, token in enumerate(self.default_task_tokens)}
 
-    @property
-    def default_task_tokens(self) -> tuple[str, ...]:
-        """The task tokens that there are when none are given."""
-        return TASK_TOKENS
-
     def chunk_slots(self, num_tokens: int, ratio: int) -> int:
         """ceil(n / r); ceil(L / r) of a chunk of any length with `memory_tokens="fixed"`."""
         return super().chunk_slots(self._longest_chunk if self.memory_tokens == "fixed" else num_tokens, ratio)
@@ -549,7 +479,7 @@ class MemoryTokensConfig(CompressorConfig):
         return self.chunk_slots(num_tokens, ratio)
 
     @property
-    def num_memory_tokens(self) -> int:
+    def num_memory_tokens(self) -> int:  # type: ignore[override]
         """Learned memory tokens, |M| = ceil(L / r) for the lowest ratio."""
         return super().chunk_slots(self._longest_chunk, min(self.compression_ratios))
 
@@ -576,9 +506,3 @@ class ICAEConfig(MemoryTokensConfig):
     def __init__(self, **kwargs: Any):
         # A configuration class without an `__init__` would be made a dataclass.
         super().__init__(**kwargs)
-
-    @property
-    def card_text(self) -> str:
-        """PISCO's with separators, a decoder that has learned to read, and all memory tokens in every chunk."""
-        is_pisco = self.markers_per_chunk and self.decoder_lora is not None and self.memory_tokens == "fixed"
-        return "pisco" if is_pisco else super().card_text

@@ -31,8 +31,7 @@ from .compressor_base import (
     inverse_frequencies,
     kept_pairs,
     key_value_shape,
-    rotated,
-    rotation,
+    moved_pairs,
     slot_counts,
     text_positions,
 )
@@ -75,8 +74,6 @@ class RankedKeyValuesModel(HeadwiseModel):
     config_class = RankedKeyValuesConfig
     slot_origin = "kept"
     method_parts = ("scorers",)
-    # Where chunks stand in their row, their keys are moved to; empty ones are left out here.
-    needs_whole_rows = True
     has_own_loss = True
 
     def __init__(self, config: RankedKeyValuesConfig):
@@ -92,6 +89,11 @@ class RankedKeyValuesModel(HeadwiseModel):
             init.constant_(module.bias, math.log(_FIRST_GUESS))
 
     # --- contexts behind the opening ---
+
+    @property
+    def needs_whole_rows(self) -> bool:  # type: ignore[override]
+        """Return whether `encode` gets all chunks of a row: the loss of (6) is a row's."""
+        return self.training
 
     @property
     def first_slot_position(self) -> int:  # type: ignore[override]
@@ -130,13 +132,16 @@ class RankedKeyValuesModel(HeadwiseModel):
         limit = self.config.max_position_embeddings
         return sys.maxsize if limit is None else limit - self.first_slot_position
 
-    def moves(self, chunks: Chunks) -> Tensor | None:
-        """Return each chunk's distance from the place where it was read to its place in the document, `(num_chunks,)`;
-        `None` if all were read in their places."""
+    def encode_chunks(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Any]:
+        """See [`CompressorBackbone.encode_chunks`]; keys of chunks that were read right behind the opening move to
+        their places in the document."""
+        memories: Any = super().encode_chunks(chunks, ratios, **beside)
         rows = range(0, len(chunks.lengths), chunks.chunks_per_row)
-        if max(sum(chunks.lengths[row : row + chunks.chunks_per_row]) for row in rows) <= self._most_positions:
-            return None
-        return chunks.starts + 1 - chunks.position_ids[:, 0]
+        if max(sum(chunks.lengths[row : row + chunks.chunks_per_row]) for row in rows) > self._most_positions:
+            moves = chunks.starts + 1 - chunks.position_ids[:, 0]
+            for memory in memories:
+                memory.key_values = moved_pairs(memory.key_values, moves, inverse_frequencies(self.encoder_backbone))
+        return memories
 
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
         """Return the position of each chunk's first token: the heads settle which tokens the pairs of a slot are
@@ -157,7 +162,7 @@ class RankedKeyValuesModel(HeadwiseModel):
     def cache_of_slots(self, memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:
         starts, _ = self._starts_and_lengths(memory)
         if starts is not memory.position_ids:
-            pairs = _moved(memory.key_values or (), starts - memory.position_ids, memory.inverse_frequencies)
+            pairs = moved_pairs(memory.key_values or (), starts - memory.position_ids, memory.inverse_frequencies)
             memory = replace(memory, key_values=pairs, position_ids=starts, check=False)
         return super().cache_of_slots(memory, is_full, cache, use_cache)
 
@@ -190,36 +195,12 @@ class RankedKeyValuesModel(HeadwiseModel):
     def beside_contexts(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
         return {name: arguments.pop(name) for name in ("own_losses",) if name in arguments}
 
+    # Dynamo traces what stands in front of a graph break, the first reading, once more for each frame around it.
+    @torch.compiler.disable(recursive=False)
     def encode(  # type: ignore[override]
         self, chunks: Chunks, ratios: Sequence[int | Tensor], own_losses: list[Tensor] | None = None
     ) -> list[HeadwisePairs]:
         """See [`CompressorBackbone.encode`]; `own_losses` takes each row's error of (6) while the model trains."""
-        counts = [slot_counts(self.config, chunks.lengths, ratio) for ratio in ratios]
-        num_chunks, moves = len(chunks.lengths), self.moves(chunks)
-        at_once = num_chunks if self.training else max(1, self.tokens_at_once // chunks.input_ids.shape[1])
-        # Of a long context's neighbours in a batch most chunks are empty.
-        rows = [row for row, length in enumerate(chunks.lengths) if length or self.training]
-        if len(rows) == num_chunks <= at_once:
-            return self._encode_some(chunks, counts, moves, own_losses)
-        # Made first: what stays must not lie between what is dropped, whose place is used again.
-        found = [self._room(num_chunks, max(of_all)) for of_all in counts]
-        for some in (rows[start : start + at_once] for start in range(0, len(rows), at_once)):
-            of_some = [[of_all[row] for row in some] for of_all in counts]
-            parts = self._encode_some(chunks.take(some), of_some, None if moves is None else moves[some])
-            for room, part in zip(found, parts, strict=True):
-                room.put(some, part)
-        return found
-
-    # Dynamo traces what stands in front of a graph break, the first reading, once more for each frame around it.
-    @torch.compiler.disable(recursive=False)
-    def _encode_some(
-        self,
-        chunks: Chunks,
-        counts: Sequence[Sequence[int]],
-        moves: Tensor | None,
-        own_losses: list[Tensor] | None = None,
-    ) -> list[HeadwisePairs]:
-        """Return for each ratio the pairs of chunks that stay, and move them."""
         # (1), and (2) of what each layer's attention reads, norm_l(x_l).
         if self.training:
             key_values, states = self._read(chunks)
@@ -234,11 +215,8 @@ class RankedKeyValuesModel(HeadwiseModel):
         opening = self.first_slot_position
         key_values = tuple((keys[:, :, opening:], values[:, :, opening:]) for keys, values in key_values)
         # (3) is the memory; (4) is the reading of any memory with `head_ids`.
-        memories = [kept_pairs(key_values, scores.detach(), chunks.attention_mask, of_all) for of_all in counts]
-        if moves is not None:
-            for memory in memories:
-                memory.key_values = _moved(memory.key_values, moves, inverse_frequencies(self.encoder_backbone))
-        return memories
+        counts = [slot_counts(self.config, chunks.lengths, ratio) for ratio in ratios]
+        return [kept_pairs(key_values, scores.detach(), chunks.attention_mask, of_all) for of_all in counts]
 
     def _scored(self, chunks: Chunks) -> tuple[KeyValues, Tensor]:
         """Return (1) and (2), which leave of no layer what its attention reads."""
@@ -260,9 +238,7 @@ class RankedKeyValuesModel(HeadwiseModel):
 
         recorder = KeyValueRecorder(places, of_context)
         self.encoder_outputs(input_ids, mask, position_ids, cache=recorder, is_full=chunks.is_full)
-        # Under autocast rotated keys are float32 and values are not.
-        pairs = tuple((keys.to(self.dtype), values.to(self.dtype)) for keys, values in recorder.close())
-        return pairs, recorder.inputs
+        return recorder.close(self.dtype), recorder.inputs
 
     def _repeated_attention(self, key_values: KeyValues, chunks: Chunks) -> Tensor:
         """Return log a of (5), `(num_chunks, num_layers * num_heads, num_tokens)`."""
@@ -291,14 +267,6 @@ def _same_starts(memory: CompressedContext, is_long: Tensor) -> tuple[Tensor, Te
     ends = functional.pad(starts, (0, 1))[:, 1:].where(functional.pad(is_real, (0, 1))[:, 1:], lengths[:, None] + 1)
     longest = (ends - starts).masked_fill(~is_real, 0).amax(dim=1)
     return starts.masked_fill(is_long[:, None] & is_real, 1), longest.where(is_long, lengths)
-
-
-def _moved(key_values: KeyValues, moves: Tensor, frequencies: Tensor | None) -> KeyValues:
-    """Return pairs at other positions, see [`rotation`]."""
-    if not key_values or frequencies is None:
-        return key_values
-    tables = rotation(moves, frequencies, key_values[0][0])
-    return tuple((rotated(keys, tables), values) for keys, values in key_values)
 
 
 def _by_head(scores: Sequence[Tensor]) -> Tensor:

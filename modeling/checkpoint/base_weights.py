@@ -157,15 +157,12 @@ def base_record(model: PreTrainedModel) -> BaseRecord | None:
     return model.base_model.__dict__.get(_RECORD)
 
 
-def stored_weights(name: str | os.PathLike, variant: str | None = None, **download: Any) -> dict[str, Tensor]:
-    """The weights in a checkpoint's own files, in one file or several."""
-    one, several = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
-    if variant is not None:
-        one, several = (f"{stem}.{variant}.{end}" for stem, _, end in (n.rpartition(".") for n in (one, several)))
-    file = cached_file(name, one, _raise_exceptions_for_missing_entries=False, **download)
+def stored_weights(name: str | os.PathLike, **download: Any) -> dict[str, Tensor]:
+    """Return the weights in a checkpoint's own files, in one file or several."""
+    file = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **download)
     if file is not None:
         return load_file(file)
-    index = cached_file(name, several, **download)
+    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **download)
     files, _ = get_checkpoint_shard_files(name, index, **download)
     return {key: tensor for file in files for key, tensor in load_file(file).items()}
 
@@ -177,11 +174,8 @@ def load_bases(
     checkpoint: str | os.PathLike,
     download: dict[str, Any],
 ) -> dict[str, dict[str, Tensor]]:
-    """Fetch the bases that a light checkpoint names, and check that they are the ones.
-
-    Returns:
-        for each base its weights by name; see [`base_tensors`].
-    """
+    """Fetch the bases that a light checkpoint names, check that they are the ones, and return the weights of each, see
+    [`base_tensors`]."""
     found = {}
     for base, entry in entries.items():
         argument = "base_model" if base == DECODER_BASE else "encoder_base_model"
@@ -256,11 +250,8 @@ def merge(
     stored: Mapping[str, Tensor],
     checkpoint: str | os.PathLike,
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """All weights of a compressor: what its checkpoint stores, and for the rest the bases' own.
-
-    Returns:
-        the weights by the skeleton's names, and the names of those that are the bases'.
-    """
+    """Return all weights of a compressor by the skeleton's names, those that its checkpoint stores and for the rest
+    the bases' own, and the names of the bases'."""
     own = {own_name(name): tensor for name, tensor in stored.items()}
     merged, of_the_base = {}, set()
     # A tied head is the embedding table, whichever of the two places that comes from.
@@ -285,10 +276,8 @@ def merge(
 
 
 def share_weights(target: PreTrainedModel, source: nn.Module, copied: bool = False) -> None:
-    """Put the parameters and buffers of `source` into `target`, whose linear maps may be inside LoRA layers.
-
-    A target of fewer layers takes the first ones.
-    """
+    """Put the parameters and buffers of `source`, or of its first layers, into `target`, whose linear maps may be
+    inside LoRA layers."""
     modules = dict(target.named_modules())
     num_layers = target.config.num_hidden_layers
     for path, module in source.named_modules():

@@ -110,8 +110,7 @@ class CheckpointedModel(PreTrainedModel):
             model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
             # Other files than safetensors are not looked at.
             with suppress(OSError):
-                source = {"variant": kwargs.get("variant"), **fetching_arguments(kwargs)}
-                name_as_stored(model, lambda: stored_weights(name, **source))
+                name_as_stored(model, lambda: stored_weights(name, **fetching_arguments(kwargs)))
         # The library names no adapters among the missing keys; those that it offloads have no place either.
         is_whole = getattr(model, "hf_device_map", None) is None
         missing = {key for key, parameter in model.named_parameters() if is_whole and parameter.is_meta}
@@ -125,7 +124,8 @@ class CheckpointedModel(PreTrainedModel):
             )
         model.apply_trainable_set()
         if model.config.encoder_tokenizer is not None:
-            model.encoder_tokenizer = load_encoder_tokenizer(name, model.config.encoder_tokenizer, kwargs)
+            source = fetching_arguments(kwargs)
+            model.encoder_tokenizer = load_encoder_tokenizer(name, model.config.encoder_tokenizer, source)
             model.base_model.take_from_tokenizer(model.encoder_tokenizer)
         # The folder may be gone when the model is saved.
         sums = {key: checksum(parameter) for key, parameter in model.named_parameters() if parameter.requires_grad}
@@ -301,11 +301,8 @@ class CheckpointedModel(PreTrainedModel):
 
 
 def _started_adapter(model: Any, missing: set[str]) -> set[str]:
-    """Give the decoder's adapter its start values where the caller's configuration has one and no file does.
-
-    Returns:
-        the names of its weights.
-    """
+    """Give the decoder's adapter its start values where the caller's configuration has one and no file does, and
+    return the names of its weights."""
     names = {key for key in missing if OF_THE_DECODER.search(key)}
     for key in names:
         path, _, own = key.rpartition(".")
@@ -358,15 +355,10 @@ def load_light(
     places: dict[str, str | os.PathLike | None],
     arguments: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """Fetch bases and difference, and hand both to the library's `from_pretrained` as one checkpoint.
-
-    Returns:
-        the model, and what the library tells of its loading.
-    """
+    """Fetch bases and difference, and hand both to the library's `from_pretrained` as one checkpoint; return the model
+    and what the library tells of its loading."""
     fetching = fetching_arguments(arguments)
     arguments = {key: value for key, value in arguments.items() if key not in ("config", *_FETCHING)}
-    # All weights are handed over: the library has no file to look for.
-    variant = arguments.pop("variant", None)
     config = copy.deepcopy(config)
     for field in set(arguments) & set(config.to_dict()) - _NOT_FIELDS:
         setattr(config, field, arguments.pop(field))
@@ -380,7 +372,7 @@ def load_light(
     with torch.device("meta"):
         skeleton = model_class(copy.deepcopy(config))
     # Where nothing trains, all weights are the bases'.
-    stored = stored_weights(name, variant, **fetching) if config.is_trained else {}
+    stored = stored_weights(name, **fetching) if config.is_trained else {}
     state, of_the_base = merge(skeleton, bases, stored, name)
     # A state's own type would be that of its first weight, which may be one that trains.
     dtype = arguments.pop("torch_dtype", None) or arguments.pop("dtype", None)

@@ -35,9 +35,8 @@ def load_encoder_tokenizer(
     checkpoint: str | os.PathLike, subfolder: str, loading: dict[str, Any]
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of contexts that a checkpoint carries."""
-    names = ("cache_dir", "force_download", "local_files_only", "revision", "token")
     inside = "/".join(filter(None, (loading.get("subfolder"), subfolder)))
-    tokenizer = _tokenizer(checkpoint, {**{n: loading[n] for n in names if n in loading}, "subfolder": inside})
+    tokenizer = _tokenizer(checkpoint, {**loading, "subfolder": inside})
     if tokenizer is None:
         raise ValueError(f"{checkpoint} has no tokenizer in {inside!r}, where its configuration says it is")
     return tokenizer

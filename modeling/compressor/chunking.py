@@ -21,8 +21,7 @@ class Chunks:
     """Contexts cut into chunks that are compressed independently, all in one batch.
 
     Args:
-        input_ids: `(batch_size * chunks_per_row, chunk_length)`, right-padded.
-        attention_mask: Same shape.
+        input_ids, attention_mask: `(batch_size * chunks_per_row, chunk_length)`, right-padded.
         position_ids: Same shape; positions of the context tokens by the layout.
         starts: `(batch_size * chunks_per_row,)`, context tokens in front of each chunk.
         lengths: Real tokens of each chunk, known on the host.
@@ -64,10 +63,9 @@ def cut(
     """Cut contexts into chunks of `chunk_size` real tokens; the last one of a row, or of a passage, may be short.
 
     Args:
-        input_ids: `(batch_size, num_tokens)`, padded anywhere.
-        attention_mask: Same shape.
+        input_ids, attention_mask: `(batch_size, num_tokens)`, padded anywhere.
         lengths: Real tokens of each row.
-        chunk_size: Tokens per chunk, `None` for one chunk whatever the length.
+        chunk_size: `None`: one chunk whatever the length.
         layout: "default" restarts the positions in each chunk at 0; "uniform" and "enhanced" count on from 1 (EPL,
             Tables 1 and 12).
         passages: Tokens of each passage of each row; `None`: a row is one passage.
@@ -98,12 +96,8 @@ def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
 
 
 def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
-    """Bring the slots of groups of chunks into the order of all chunks, with zeros for chunks in no group.
-
-    Args:
-        parts: the slots of each group.
-        order: for each chunk its place among those of all groups, or their number where it is in none.
-    """
+    """Bring the slots of groups of chunks into the order of all chunks, with zeros for chunks in no group; `order` has
+    each chunk's place among those of all groups, or their number where it is in none."""
     first = parts[0]
     if is_dataclass(first):
         return replace(first, **{name: gathered([vars(part)[name] for part in parts], order) for name in vars(first)})
@@ -121,16 +115,9 @@ def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
 
 
 def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Tensor) -> tuple[Tensor, list[int]]:
-    """Put the same vectors in front of the slots of each chunk, and behind them; a chunk without slots has none.
+    """Put vectors `(num_markers, hidden_size)` in front of the left-aligned slots of each chunk, and behind them.
 
-    Args:
-        slots: `(num_chunks, slots_per_chunk, hidden_size)`, left-aligned.
-        counts: Slots of each chunk.
-        before: `(num_before, hidden_size)`.
-        after: `(num_after, hidden_size)`.
-
-    Returns:
-        Left-aligned slots and markers, and how many there are in each chunk.
+    A chunk without slots has none. Returns slots and markers, and how many there are in each chunk.
     """
     around = [markers.to(slots.dtype).expand(len(counts), -1, -1) for markers in (before, after)]
     joined = torch.cat([around[0], slots[:, : max(counts)], around[1]], dim=1)
@@ -145,17 +132,16 @@ def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Te
 
 
 def join(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[Slots, Tensor]:
-    """Join the chunks' slots row by row, without gaps.
+    """Join the chunks' left-aligned slots row by row, without gaps.
 
     Args:
-        slots: `(batch_size * chunks_per_row, slots_per_chunk, hidden_size)`, left-aligned; or for each layer keys and
-            values `(batch_size * chunks_per_row, num_heads, slots_per_chunk, head_dim)`.
+        slots: `(batch_size * chunks_per_row, slots_per_chunk, hidden_size)`; or for each layer keys and values
+            `(batch_size * chunks_per_row, num_heads, slots_per_chunk, head_dim)`.
         counts: Slots of each chunk.
-        chunks_per_row: Number of chunks of each row.
 
     Returns:
-        Slots `(batch_size, num_slots, hidden_size)`, left-aligned, or keys and values likewise, zeros at padding
-        slots, and their mask `(batch_size, num_slots)`.
+        Slots `(batch_size, num_slots, hidden_size)`, or keys and values likewise, zeros at padding slots, and their
+        mask.
     """
     mask = first_places(counts, slots.device if isinstance(slots, Tensor) else slots[0][0].device)
     slots = _of_each(slots, lambda states: states[..., : max(counts), :])

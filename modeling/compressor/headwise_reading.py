@@ -151,12 +151,8 @@ def attend_by_heads(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as the base does, to each head's own pairs in front of the text: an attention function of the library.
 
-    Args:
-        module: the attention layer.
-        query, key, value: the text's, `(batch_size, num_heads, num_tokens, head_dim)`.
-        attention_mask: the text's, as the base's attention takes it.
-        pairs: the layer's, and the first position that sees them; `None` for a text without a memory.
-        kwargs: handed on.
+    Query, key and value `(batch_size, num_heads, num_tokens, head_dim)` and the mask are the text's. `pairs` are the
+    layer's, and the first position that sees them; `None` for a text without a memory.
     """
     config: Any = module.config
     name = config.read_as._attn_implementation
@@ -252,12 +248,8 @@ def _sequences(
     asks: Tensor,
     real: Tensor,
 ) -> Tensor:
-    """Attend causally from some queries to the pairs of their heads and to some of the text.
-
-    Args:
-        asks: `(batch_size, num_queries)` bool, the queries, which are the last of `real` in their rows.
-        real: `(batch_size, num_tokens)` bool, the tokens of the text that are seen.
-    """
+    """Attend causally from the queries `asks` `(batch_size, num_queries)`, the last of `real` in their rows, to the
+    pairs of their heads and to the tokens `real` `(batch_size, num_tokens)` of the text."""
     batch_size, num_heads, num_tokens, _ = key.shape
     asks, real = (mask.repeat_interleave(num_heads, dim=0) for mask in (asks, real))
     starts_q, starts_k = (
@@ -407,10 +399,8 @@ class HeadwiseModel(CompressorModel):
         """Read contexts a second time, and return the attention that is paid to the first reading (KVzip).
 
         Args:
-            key_values: of the first reading, for each layer `(num_chunks, num_heads, num_places, head_dim)`.
-            mask: `(num_chunks, num_places)`, one for context tokens.
+            key_values, mask: of the first reading; `(num_chunks, num_places)`, one for context tokens.
             next_positions: `(num_chunks,)`, positions behind the contexts.
-            chunks: the contexts.
             repeat_size: tokens of one pass, which starts with the last few tokens of the pass before it.
 
         Returns:

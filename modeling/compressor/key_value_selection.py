@@ -164,15 +164,10 @@ class KeyValueSelectionModel(CompressorModel):
 
 
 def kept_places(priority: Tensor, is_context: Tensor, num_slots: Tensor, width: int) -> Tensor:
-    """Return the places of highest priority in each row and head, in ascending order.
+    """Return the `num_slots` context places of highest priority in each row and head, in ascending order.
 
-    Args:
-        priority: `(batch_size, num_heads, num_places)`; of equal ones the first stays.
-        is_context: `(batch_size, num_places)` bool, places that may stay.
-        num_slots: `(batch_size,)`, how many stay.
-
-    Returns:
-        `(batch_size, num_heads, width)`; behind a row's own places any others.
+    Of equal priorities, `(batch_size, num_heads, num_places)`, the first place stays. The result is `(batch_size,
+    num_heads, width)`; behind a row's own places stand any others.
     """
     priority = priority.masked_fill(~is_context[:, None], -torch.inf)
     rank = priority.argsort(dim=2, descending=True, stable=True).argsort(dim=2)

@@ -153,13 +153,8 @@ class CompressorModel(CompressorBackbone):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Run the encoder once with its adapter.
-
-        Args:
-            input_ids: `(num_chunks, num_tokens)`, or else `inputs_embeds` `(num_chunks, num_tokens, hidden_size)`.
-            attention_mask: `(num_chunks, num_tokens)`, or a mask in the backbone's own form.
-            position_ids: `(num_chunks, num_tokens)`.
-        """
+        """Run the encoder once with its adapter on `input_ids` `(num_chunks, num_tokens)` or `inputs_embeds`; the mask
+        has their shape, or the backbone's own form."""
         inputs: dict[str, Any]
         inputs = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         if cache is not None:
@@ -339,12 +334,8 @@ class CompressorModel(CompressorBackbone):
         ratio: Any,
         beside: dict[str, Any],
     ) -> tuple[CompressedContext | None, bool, int | None]:
-        """Check a text and what stands in front of it by one wait for the device; compress a context.
-
-        Returns:
-            The memory, one row for each text, whether all of its slots are known to be real, and how many slots and
-            text tokens the longest row has.
-        """
+        """Check a text and what stands in front of it by one wait for the device; compress a context. Returns as
+        [`check_text_and_memory`]."""
         if memory is not None:
             return check_text_and_memory(text, memory, self)
         if context is None and torch.compiler.is_exporting():

@@ -32,12 +32,8 @@ def question_rows(
 
 
 def own_tokens(input_ids: Tensor, attention_mask: Tensor, config: Any) -> Tensor:
-    """Return the mask of questions without the decoder's start token and the EOS that may stand around them.
-
-    Args:
-        input_ids: `(batch_size, num_tokens)`, padded anywhere.
-        attention_mask: same shape.
-    """
+    """Return the mask of questions `(batch_size, num_tokens)`, padded anywhere, without the decoder's start token and
+    the EOS that may stand around them."""
     places = attention_mask.cumsum(dim=1)
     is_start = (places == 1) & (input_ids == config.decoder_start_token_id)
     end = [] if config.eos_token_id is None else config.eos_token_id
@@ -53,11 +49,8 @@ def question_in_front(
     config: Any,
     chunk_lengths: Any = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Put questions in front of contexts `(batch_size, num_tokens)`, as one encoder input.
-
-    Returns:
-        Ids and mask `(batch_size, num_question_tokens + num_tokens)`, and the questions' own ids and mask.
-    """
+    """Put questions in front of contexts `(batch_size, num_tokens)`, and return ids and mask of both together, and the
+    questions' own ids and mask."""
     if chunk_lengths is not None:
         raise ValueError("`chunk_lengths` must be left out where a question stands in front of the whole context")
     context = token_rows(input_ids, attention_mask)

@@ -43,10 +43,6 @@ class ReadSlots:
         """Return a memory of keys and values, and the texts without the tokens in front of the slots, which it holds.
 
         Both come back unchanged where there is nothing to gain, or too much to keep.
-
-        Args:
-            memory: on the model's device, in its type.
-            texts: token ids of each question.
         """
         config = self.backbone.config
         if memory.embeddings is None or config.is_encoder_decoder or not memory.model_id:

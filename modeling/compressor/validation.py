@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ...configuration.layer_shape import max_positions
+from ...configuration.configuration_compressor import max_positions
 from ...configuration.nearest_names import nearest_name
 from ..memory.compressed_context import CompressedContext
 from ..memory.memory_validation import is_memory
@@ -38,17 +38,16 @@ _KEYWORDS = (
 
 @dataclass
 class TokenRows:
-    """Token ids with their mask; `lengths` come with [`check_together`].
+    """Token ids with their mask.
 
     Args:
         name: what errors call the ids.
-        input_ids: `(batch_size, num_tokens)`.
-        attention_mask: same shape, int64.
+        input_ids, attention_mask: `(batch_size, num_tokens)`.
         vocab_size: ids below it are known; `None` leaves the ids unchecked.
         task_token_ids: the method's own special tokens, which are known, too.
         needs_tokens: whether every row must have a token.
         passages: tokens of each passage of each row; `None`: the rows are not made of passages.
-        lengths: number of real tokens of each row.
+        lengths: real tokens of each row, which [`check_together`] counts.
     """
 
     name: str
@@ -138,12 +137,8 @@ def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]
 
 
 def cached_text_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) -> Tensor:
-    """Return the mask `(batch_size, num_cached + num_new_tokens)` of a text whose first tokens are in a cache.
-
-    Args:
-        mask: the caller's, of that shape, or `None` for ones alone: `generate` drops such a mask.
-        input_ids: the new tokens `(batch_size, num_new_tokens)`.
-    """
+    """Return the caller's mask of a text, `(batch_size, num_cached + num_new_tokens)`, whose first tokens are in a
+    cache; `generate` drops a mask of ones."""
     shape = (len(input_ids), num_cached + input_ids.shape[1])
     if mask is None:
         return input_ids.new_ones(shape, dtype=torch.long)
@@ -247,11 +242,8 @@ def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContex
 
 
 def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[CompressedContext, bool, int]:
-    """Check a text and the memory in front of it by one wait for the device.
-
-    Returns:
-        The memory, whether all of its slots are real, and the slots and text tokens of the longest row.
-    """
+    """Check a text and the memory in front of it by one wait for the device, and return the memory, whether all of its
+    slots are real, and the slots and text tokens of the longest row."""
     memory = check_memory(memory, model, text.input_ids)
     longest = (memory.num_slots + text.attention_mask.sum(dim=1)).max()
     all_real, longest = check_together(text, also=[memory.attention_mask.all(), longest])

@@ -49,11 +49,9 @@ def beacon_window(
     """Return the next window of each row.
 
     Args:
-        starts: context tokens in front of each row's window.
-        lengths: its tokens; 0 for a row that has ended.
+        starts, lengths: context tokens in front of each row's window, and its own; 0 for a row that has ended.
         ratios: its tokens for each beacon; `None` for a window without beacons, of which nothing stays.
         num_sinks: first tokens of the window that stay, in front of its beacons.
-        device: of the tensors that the base reads.
     """
     tokens, beacons, kept = [], [], []
     for num_tokens, ratio in zip(lengths, ratios, strict=True):

@@ -47,11 +47,6 @@ def map_carrier(memory: Any, function: Callable[[Tensor], Tensor]) -> dict[str, 
     return fields
 
 
-def key_values_name(num_layers: int, num_heads: int, head_dim: int) -> str:
-    """Key/values in words, as `CompressedContext.carrier_name` gives them."""
-    return f"key/values of {num_layers} layers with {num_heads} heads of {head_dim}"
-
-
 def num_bytes(memory: Any) -> int:
     """Bytes of a memory's real slots, with their scales and what is said of each pair."""
     of_pairs = (vars(memory)[name] for name in PAIR_FIELDS)

@@ -20,7 +20,6 @@ from .carriers import (
     KeyValues,
     check_range,
     dequantized_fields,
-    key_values_name,
     map_carrier,
     num_bytes,
     quantized_fields,
@@ -157,7 +156,8 @@ class CompressedContext:
         if self.embeddings is not None:
             return f"embeddings of width {width_of(self.embeddings)}"
         layers = self.key_values or ()
-        return key_values_name(len(layers), layers[0][0].shape[1], width_of(layers[0][0]))
+        heads, head_dim = layers[0][0].shape[1], width_of(layers[0][0])
+        return f"key/values of {len(layers)} layers with {heads} heads of {head_dim}"
 
     @property
     def batch_size(self) -> int:
@@ -242,7 +242,6 @@ class CompressedContext:
         hidden_size: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
-        key_value_shape: tuple[int, int, int] | None = None,
     ) -> CompressedContext:
         """Read a memory that `save` wrote, after checking every byte of it.
 
@@ -252,7 +251,6 @@ class CompressedContext:
             hidden_size: Refuse anything but embeddings of this width.
             device: Where to put the tensors; host memory if not given.
             dtype: Floating-point type, or its name, of the memory, quantised or not; as saved if not given.
-            key_value_shape: `(num_layers, num_key_value_heads, head_dim)`; refuse anything else.
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -269,11 +267,8 @@ class CompressedContext:
             raise ValueError(f"{path} names no model: it was compressed in training mode, and must be made anew")
         if model_id is not None and memory.model_id != model_id:
             raise ValueError(f"{path} is a memory of the model {memory.model_id!r}, not of {model_id!r}")
-        found = memory.carrier_name
-        if hidden_size is not None and found != (wanted := f"embeddings of width {hidden_size}"):
-            raise ValueError(f"{path} holds {found}, the model reads {wanted}")
-        if key_value_shape is not None and found != (wanted := key_values_name(*key_value_shape)):
-            raise ValueError(f"{path} holds {found}, the model reads {wanted}")
+        if hidden_size is not None and memory.carrier_name != (wanted := f"embeddings of width {hidden_size}"):
+            raise ValueError(f"{path} holds {memory.carrier_name}, the model reads {wanted}")
         return memory.to(device=device, dtype=dtype)
 
     def to(

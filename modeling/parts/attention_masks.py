@@ -107,10 +107,6 @@ def seeing_mask(
 
     It is returned as it is where it has four dimensions already, and where the attention removes pads
     (FlashAttention).
-
-    Args:
-        attention_mask: `(batch_size, num_keys)`, one for real tokens.
-        input_ids: `(batch_size, num_queries)`, or else `inputs_embeds` `(batch_size, num_queries, hidden_size)`.
     """
     config, cache = backbone.config, inputs.get(CACHE)
     states: Any = input_ids if inputs_embeds is None else inputs_embeds

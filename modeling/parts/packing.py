@@ -93,9 +93,8 @@ def pack(
     The last of them is followed by slots, so the state that predicts the next text token is the last slot's.
 
     Args:
-        slot_mask: `(batch_size, num_slots)`, one for real slots.
-        text_mask: `(batch_size, num_text_tokens)`, one for real tokens.
-        moves_first: Same shape, bool, the text tokens that move in front of the slots.
+        slot_mask, text_mask: `(batch_size, num_slots)` and `(batch_size, num_text_tokens)`.
+        moves_first: bool, the text tokens that move in front of the slots.
         pad_in_front: whether one more pad stands in front of every row, see `reads_falling_ids_as_packed`.
         is_full: whether both masks are known to hold ones alone; rows in which nothing moves then stay as they are.
         longest: number of real places of the longest row, if known, which is then the rows' width.
@@ -137,10 +136,7 @@ def reads_falling_ids_as_packed(config: Any, batch_size: int) -> bool:
 
 def through_first(input_ids: Tensor, text_mask: Tensor, pattern: Sequence[int]) -> Tensor:
     """Mark the text tokens up to the end of the first occurrence of the ids `pattern`, `(batch_size, num_text_tokens)`
-    bool.
-
-    No token is marked in a row that does not hold them; pads may stand anywhere.
-    """
+    bool; none in a row that does not hold them."""
     if input_ids.shape[1] < len(pattern):
         return torch.zeros_like(input_ids, dtype=torch.bool)
     # A pad may have the id of a token that is looked for.

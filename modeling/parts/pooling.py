@@ -66,12 +66,7 @@ def mean_pool(
 
 
 def window_sizes(num_tokens: Tensor, ratio: int | Tensor, num_slots: int) -> Tensor:
-    """Return the tokens in each slot's window, |S_k| of equation 3, `(batch_size, num_slots)`; 1 for padding slots.
-
-    Args:
-        num_tokens: Real tokens of each row, `(batch_size,)`.
-        ratio: Tokens per slot, one int for all rows or a LongTensor `(batch_size,)`.
-    """
+    """Return the tokens in each slot's window, |S_k| of equation 3, `(batch_size, num_slots)`; 1 for padding slots."""
     ratio = ratio if isinstance(ratio, int) else ratio[:, None]
     slot_index = torch.arange(num_slots, device=num_tokens.device)
     return (num_tokens[:, None] - slot_index * ratio).clamp(min=1).clamp(max=ratio)
