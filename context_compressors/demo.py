@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import yaml
 from datasets import disable_progress_bars
+from torch.nn.functional import linear
+from torch.utils.benchmark import Timer
 from tqdm.auto import tqdm
 from transformers import Pipeline, pipeline
 from transformers.utils import logging
@@ -32,8 +34,6 @@ from .reporting.tables import markdown_table
 CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "smollm2-135m-instruct-ranked-key-values"
 PAGES = Path(__file__).resolve().parent / "demo_documents"
 NEW_TOKENS = 16
-# Tokens by width by feed-forward width of a small language model.
-_PRODUCT_SHAPE = (256, 576, 1536)
 
 
 @dataclass(frozen=True)
@@ -98,18 +98,10 @@ def fastest_dtype(device: torch.device | str) -> torch.dtype:
 
 
 def _seconds(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the seconds of a matrix product, the least of several."""
-    rows, inner, columns = _PRODUCT_SHAPE
-    left = torch.ones(rows, inner, dtype=dtype, device=device)
-    right = torch.ones(columns, inner, dtype=dtype, device=device)
-    times = []
-    for _ in range(8):
-        start = time.perf_counter()
-        torch.nn.functional.linear(left, right)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times)
+    """Return the seconds of a matrix product of a small language model's shape: tokens, widths."""
+    left, right = (torch.ones(size, 576, dtype=dtype, device=device) for size in (256, 1536))
+    timer = Timer("linear(left, right)", globals={"linear": linear, "left": left, "right": right})
+    return timer.timeit(8).median
 
 
 def load(

@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from ..configuration.nearest_names import check_choice, nearest
-from .columns import is_list, with_our_columns
+from .columns import with_columns, with_our_columns
 from .sources import COLUMNS, FILE_TYPES, TEXT_FILES
 
 _ID_COLUMNS = ("id", "query_id", "doc_id")
@@ -32,18 +32,16 @@ def read_files(source: Any, data_dir: str | None = None) -> pyarrow.Table:
         pattern = Path(data_dir or ".").expanduser() / source.path
         names = [entry.name for entry in pattern.parent.glob("*")]
         raise ValueError(f"source {source.path!r}: there is no file {pattern}{nearest(pattern.name, names)}")
-    tables, files = [], []
+    tables = []
     for path in map(Path, paths):
         check_choice(f"file type of {path}:", path.suffix, FILE_TYPES)
         try:
-            parts = [with_our_columns(table, source) for table in _tables(path)]
+            tables += [with_our_columns(table, source) for table in _tables(path)]
         except (*UNREADABLE, UnicodeError) as error:
             raise ValueError(f"source {source.path!r}: {path} cannot be read: {error}") from error
-        tables += parts
-        files += [path] * len(parts)
     if not tables:
         raise ValueError(f"source {source.path!r} has no rows")
-    return _merged(tables, files, source)
+    return _merged(tables, source)
 
 
 def matching_paths(pattern: str, data_dir: str | None = None) -> list[str]:
@@ -59,24 +57,11 @@ def _tables(path: Path) -> Iterator[pyarrow.Table]:
         yield pyarrow.table({"text": [path.read_text(encoding="utf-8-sig")]})
     elif path.suffix == ".parquet":
         table = pyarrow.parquet.read_table(path)
-        kinds = [_plain(kind) for kind in table.schema.types]
-        yield table.cast(pyarrow.schema(list(zip(table.column_names, kinds, strict=True))))
+        # Categories, which few functions of Arrow take, become their values.
+        categories = {kind.name: kind.type for kind in table.schema if pyarrow.types.is_dictionary(kind.type)}
+        yield with_columns(table, {name: table[name].cast(kind.value_type) for name, kind in categories.items()})
     else:
         yield from record_tables(read_records(path), _ROWS_AT_ONCE, path)
-
-
-def _plain(kind: pyarrow.DataType) -> pyarrow.DataType:
-    """A type without dictionaries and views, which few functions of Arrow take."""
-    if pyarrow.types.is_dictionary(kind):
-        return _plain(kind.value_type)
-    if pyarrow.types.is_string_view(kind):
-        return pyarrow.large_string()
-    if is_list(kind):
-        make = pyarrow.list_ if pyarrow.types.is_list(kind) else pyarrow.large_list
-        return make(_plain(kind.value_type))
-    if pyarrow.types.is_struct(kind):
-        return pyarrow.struct([(field.name, _plain(field.type)) for field in kind])
-    return kind
 
 
 def record_tables(records: Iterable[Mapping[str, Any]], num_rows: int, place: object) -> Iterator[pyarrow.Table]:
@@ -147,25 +132,23 @@ def _members(text: str) -> Sequence[Any]:
     return [content]
 
 
-def _merged(tables: Sequence[pyarrow.Table], files: Sequence[Path], source: Any) -> pyarrow.Table:
-    """Tables as one, with the columns that all have; a file without `source_texts` has whole documents."""
+def _merged(tables: Sequence[pyarrow.Table], source: Any) -> pyarrow.Table:
+    """Join tables, with the columns that all have; a file without `source_texts` has whole documents."""
     if any("source_texts" in table.column_names for table in tables):
-        nothing = [None if "source_texts" in table.column_names else table.num_rows for table in tables]
+        nothing = (pyarrow.nulls(table.num_rows, pyarrow.list_(pyarrow.string())) for table in tables)
         tables = [
-            table if rows is None else table.append_column("source_texts", pyarrow.nulls(rows))
-            for table, rows in zip(tables, nothing, strict=True)
+            table if "source_texts" in table.column_names else table.append_column("source_texts", nulls)
+            for table, nulls in zip(tables, nothing, strict=True)
         ]
     merged = {}
     for name in (name for name in tables[0].column_names if all(name in table.column_names for table in tables)):
         parts = [table.select([name]) for table in tables]
-        kinds = {part[name].type: file for part, file in zip(parts, files, strict=True)}
-        if name in _ID_COLUMNS and len(kinds) > 1:
+        if name in _ID_COLUMNS and len({part[name].type for part in parts}) > 1:
             parts = [part.cast(pyarrow.schema([(name, pyarrow.string())])) for part in parts]
         try:
             merged[name] = pyarrow.concat_tables(parts, promote_options="permissive")[name]
         except UNREADABLE as error:
             if name in _READ_COLUMNS:
-                types = " and ".join(f"{kind} in {file}" for kind, file in kinds.items())
                 what = f"source {source.label!r}: column {name!r} must be of one type in all files"
-                raise ValueError(f"{what}, got {types}") from error
+                raise ValueError(f"{what}: {error}") from error
     return pyarrow.table(merged)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.compute
@@ -58,6 +59,11 @@ class PassageText(str):
         return text
 
 
+def as_text(context: str | Sequence[str]) -> str:
+    """Return a context as one text, a list of passages as [`PassageText`]."""
+    return context if isinstance(context, str) else PassageText(context)
+
+
 def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) -> pyarrow.Table:
     """Read the rows of a file or Hub source, in our columns, and check that its tasks have theirs.
 
@@ -66,7 +72,12 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
     if source.streaming:
         table = _streamed(source)
     else:
-        table = in_known_columns(read_table(source, data_dir), source)
+        if source.name is None:
+            table = read_files(source, data_dir)
+        else:
+            table = datasets.load_dataset(source.name, source.config, split=source.split).with_format("arrow")[:]
+            table = with_our_columns(table, source)
+        table = in_known_columns(table, source)
         if source.rows is not None:
             table = table.slice(source.rows[0], source.rows[1] - source.rows[0])
     columns = table.column_names
@@ -91,8 +102,9 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
     for column in _text_columns(source, columns):
         table = with_values(table, column, source)
     if source.max_samples is not None and source.max_samples < table.num_rows:
-        kept = sorted(random.Random(f"{seed}/{source.label}").sample(range(table.num_rows), source.max_samples))
-        table = _rows_at(table, kept)
+        kept = random.Random(f"{seed}/{source.label}").sample(range(table.num_rows), source.max_samples)
+        # `take` would join all chunks, and fail past 2 GiB of text.
+        table = table.filter(pyarrow.array(np.isin(np.arange(table.num_rows), kept)))
     return table
 
 
@@ -103,10 +115,8 @@ def in_known_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
 
 def _streamed(source: DataSource) -> pyarrow.Table:
     """The rows of a Hub data set that the source keeps, read from its start as far as they reach."""
-    from datasets import load_dataset
-
     first, end = source.rows or (0, source.max_samples or 0)
-    stream = load_dataset(source.name, source.config, split=source.split, streaming=True).with_format("arrow")
+    stream = datasets.load_dataset(source.name, source.config, split=source.split, streaming=True).with_format("arrow")
     batches, count, num_left_out = [], 0, 0
     for batch in stream.iter(batch_size=_STREAMED_ROWS):
         batch = in_known_columns(with_our_columns(batch, source), source)
@@ -132,27 +142,6 @@ def _complete_rows(table: pyarrow.Table, source: DataSource) -> pyarrow.Table:
 def _say_left_out(source: DataSource, num_left_out: int, num_rows: int) -> None:
     if num_left_out:
         logger.warning("source %r: %d of %d rows left out: incomplete", source.label, num_left_out, num_rows)
-
-
-def _rows_at(table: pyarrow.Table, rows: Sequence[int]) -> pyarrow.Table:
-    """`table.take` of ascending rows, batch by batch: at once, it joins the batches and fails past 2 GiB of text."""
-    taken, start, places = [], 0, np.asarray(rows)
-    for batch in table.to_batches():
-        first, last = np.searchsorted(places, (start, start + batch.num_rows))
-        if first < last:
-            taken.append(batch.take(pyarrow.array(places[first:last] - start)))
-        start += batch.num_rows
-    return pyarrow.Table.from_batches(taken, schema=table.schema)
-
-
-def read_table(source: Any, data_dir: str | None = None) -> pyarrow.Table:
-    """Read a Hub data set or files, with our names for the columns that the source maps."""
-    if source.name is None:
-        return read_files(source, data_dir)
-    from datasets import load_dataset
-
-    table = load_dataset(source.name, source.config, split=source.split).with_format("arrow")[:]
-    return with_our_columns(table, source)
 
 
 def context_column(task: str, columns: Sequence[str]) -> str:
@@ -208,7 +197,7 @@ def distinct_texts(table: pyarrow.Table) -> list[str]:
     """The distinct `text` values of a table (`context`, where a row or all of them have no `text`), in order."""
     has_texts = "text" in table.column_names and table["text"].null_count == 0
     texts = table["text" if has_texts else "context"].to_pylist()
-    return list(dict.fromkeys(text if isinstance(text, str) else PassageText(text) for text in texts))
+    return list(dict.fromkeys(map(as_text, texts)))
 
 
 def places(first: int, number: int, rng: random.Random) -> Iterator[int]:
@@ -250,75 +239,51 @@ def draw_document(
 # --- rows with their texts as token ids ---
 
 
-class TokenizedTexts:
-    """A column of texts as integer arrays, each tokenized when it is asked for; the first ones are kept.
+class TextColumn:
+    """The distinct texts of a column as integer arrays, each tokenized when it is asked for; the first ones are kept.
 
-    The column stays where it is, which for a data set of the Hub is a memory-mapped file.
+    `text_of_row` has the place of each row's text. A column that is not shared stays where it is, which for a data set
+    of the Hub is a memory-mapped file.
     """
 
-    def __init__(self, column: pyarrow.Array | pyarrow.ChunkedArray, tokenizer: PreTrainedTokenizerBase):
-        self._column, self._tokenizer, self._num_free = column, tokenizer, _MAX_KEPT_TOKENS
+    def __init__(self, column: pyarrow.ChunkedArray, tokenizer: PreTrainedTokenizerBase, is_shared: bool):
+        self.text_of_row: np.ndarray = np.arange(len(column))
+        self._texts: pyarrow.Array | pyarrow.ChunkedArray = column
+        if is_shared and is_list(column.type):
+            places: dict[tuple[str, ...], int] = {}
+            rows = [places.setdefault(tuple(passages), len(places)) for passages in column.to_pylist()]
+            self.text_of_row, self._texts = np.asarray(rows), pyarrow.array(list(map(list, places)))
+        elif is_shared:
+            # Chunk by chunk, in a type that has room for more than 2 GiB.
+            numbered = column.cast(pyarrow.large_string()).dictionary_encode().combine_chunks()
+            self.text_of_row, self._texts = numbered.indices.to_numpy(), numbered.dictionary
+        self._tokenizer, self._num_free = tokenizer, _MAX_KEPT_TOKENS
         self._between = encode(tokenizer, DOCUMENT_END)
         self._ids: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
-        return len(self._column)
+        return len(self._texts)
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        ids = self._ids.get(index)
+    def __getitem__(self, text: int) -> np.ndarray:
+        ids = self._ids.get(text)
         if ids is None:
-            joined = [token for passage in self.passages(index) for token in (*self._between, *passage)]
+            joined = [token for passage in self.passages(text) for token in (*self._between, *passage)]
             ids = np.asarray(joined[len(self._between) :], dtype=np.int32)
             if len(ids) <= self._num_free:
-                self._ids[index] = ids
+                self._ids[text] = ids
                 self._num_free -= len(ids)
         return ids
 
-    def _text(self, index: int) -> str | list[str]:
-        return self._column[index].as_py() or ""
+    def text(self, text: int) -> str:
+        """Return a text itself."""
+        return as_text(self._texts[text].as_py() or "")
 
-    def passages(self, index: int) -> list[list[int]]:
-        """Token ids of a context's passages; of a text, its own."""
-        text = self._text(index)
-        if isinstance(text, str):
-            return [encode(self._tokenizer, text) if text.strip() else []]
-        return encode_all(self._tokenizer, text)
-
-    def document_id(self, index: int) -> str:
-        """The id of a whole text, see `document_id`."""
-        return document_id(_as_text(self._text(index)))
-
-
-def _as_text(context: str | Sequence[str]) -> str:
-    return context if isinstance(context, str) else PassageText(context)
-
-
-class TextColumn:
-    """A column of texts as token ids, by row."""
-
-    def __init__(self, column: pyarrow.ChunkedArray, tokenizer: PreTrainedTokenizerBase, is_shared: bool):
-        self.text_of_row: np.ndarray = np.arange(len(column))
-        distinct: pyarrow.Array | pyarrow.ChunkedArray = column
-        if is_shared and is_list(column.type):
-            places: dict[tuple[str, ...], int] = {}
-            rows = [places.setdefault(tuple(passages), len(places)) for passages in column.to_pylist()]
-            self.text_of_row, distinct = np.asarray(rows), pyarrow.array(list(map(list, places)))
-        elif is_shared:
-            # Chunk by chunk, in a type that has room for more than 2 GiB.
-            numbered = column.cast(pyarrow.large_string()).dictionary_encode().combine_chunks()
-            self.text_of_row, distinct = numbered.indices.to_numpy(), numbered.dictionary
-        self.texts = TokenizedTexts(distinct, tokenizer)
-
-    def __getitem__(self, row: int) -> np.ndarray:
-        return self.texts[int(self.text_of_row[row])]
-
-    def passages(self, row: int) -> list[list[int]]:
-        """Token ids of the passages of a row's context; of a text, its own."""
-        return self.texts.passages(int(self.text_of_row[row]))
-
-    def document_id(self, row: int) -> str:
-        """The id of a row's whole text, see `document_id`."""
-        return self.texts.document_id(int(self.text_of_row[row]))
+    def passages(self, text: int) -> list[list[int]]:
+        """Return the token ids of a context's passages; of a text, its own."""
+        whole = self.text(text)
+        if isinstance(whole, PassageText):
+            return encode_all(self._tokenizer, whole.passages)
+        return [encode(self._tokenizer, whole) if whole.strip() else []]
 
 
 class FileSource:
@@ -337,9 +302,6 @@ class FileSource:
             # Of `write_targets`.
             self.columns["finished"] = table["finished"]
         self._column_of_task = {task: context_column(task, table.column_names) for task in source.tasks}
-        if "source_texts" in self.columns:
-            # By their ends it is known whether a document ends there, too.
-            self.columns |= {name: table[name] for name in self._column_of_task.values()}
         # Contexts that are lists are compressed passage by passage.
         self.has_passages = any(is_list(table[name].type) for name in self._column_of_task.values())
         if source.separate_passages and not self.has_passages and source.contexts_per_document == 1:
@@ -365,31 +327,31 @@ class FileSource:
         """Return the contexts of one of the source's tasks."""
         return self._texts[self._column_of_task[task]]
 
-    def text_of(self, row: int) -> int:
-        """Return the number of a row's context among the distinct ones; `rows_of_text` has the rows of each."""
-        return int(self.texts("question_answering").text_of_row[row])
+    def text_of(self, task: str, row: int) -> int:
+        """Return the place of a row's context in `texts`; `rows_of_text` has the rows of each."""
+        return int(self.texts(task).text_of_row[row])
 
     def value(self, column: str, row: int) -> Any:
         return self.columns[column][row].as_py()
 
     def document_ids(self, task: str, row: int) -> list[str]:
         """Return the ids of a row's whole text, and of the documents that the row says it is cut from."""
-        named = self.value("source_texts", row) if "source_texts" in self.columns else None
-        return [self.texts(task).document_id(row), *source_ids(named)]
+        return [document_id(self._text(task, row)), *source_ids(self._source_texts(row))]
 
     def ends(self, task: str, row: int) -> bool:
         """Return True if the text that a task reads of a row comes to the end of a document, see `ends_as_source`."""
-        named = self.value("source_texts", row) if "source_texts" in self.columns else None
-        return not named or ends_as_source(_as_text(self.value(self._column_of_task[task], row) or ""), named)
+        named = self._source_texts(row)
+        return not named or ends_as_source(self._text(task, row), named)
+
+    def _text(self, task: str, row: int) -> str:
+        return self.texts(task).text(self.text_of(task, row))
+
+    def _source_texts(self, row: int) -> list[str] | None:
+        return self.value("source_texts", row) if "source_texts" in self.columns else None
 
     def target_ends(self, row: int) -> bool:
         """Return False if a row's answer or summary was cut at a teacher's limit."""
         return "finished" not in self.columns or self.value("finished", row) is not False
-
-    def cut_rows(self, task: str) -> list[int]:
-        """Return the rows whose text, as a task reads it, does not come to the end of a document."""
-        rows = range(self.num_rows) if "source_texts" in self.columns else ()
-        return [row for row in rows if not self.ends(task, row)]
 
     def identifier(self, row: int) -> str:
         return f"{self.source.label}/{self.value('id', row) if 'id' in self.columns else row}"

@@ -78,7 +78,7 @@ def bm25_context(
         return list(context_ids)
     sentences, index = _index(tokenizer, tuple(context_ids))
     left, kept = budget, {}
-    for place in _ranking(index, question, len(sentences)):
+    for place in np.argsort(-index.scores(question), kind="stable").tolist():
         ids = sentences[place][:left]
         if not ids:
             break
@@ -89,28 +89,31 @@ def bm25_context(
 
 # A batch's contexts are asked about once for each ratio.
 @lru_cache(maxsize=64)
-def _index(tokenizer: PreTrainedTokenizerBase, context_ids: tuple[int, ...]) -> tuple[list[list[int]], Any]:
-    """Token ids of each sentence of a context, and BM25's index of them."""
-    import bm25s
-
-    text = tokenizer.decode(list(context_ids), clean_up_tokenization_spaces=False)
-    sentences = split_sentences(text)
-    words = bm25s.tokenize(sentences, **_WORDS)
-    index = None
-    if any(words):
-        index = bm25s.BM25()
-        index.index(words, show_progress=False)
-    return [encode(tokenizer, sentence) for sentence in sentences], index
+def _index(tokenizer: PreTrainedTokenizerBase, context_ids: tuple[int, ...]) -> tuple[list[list[int]], "BM25Index"]:
+    """Return the token ids of each sentence of a context, and BM25's index of them."""
+    sentences = split_sentences(tokenizer.decode(list(context_ids), clean_up_tokenization_spaces=False))
+    return [encode(tokenizer, sentence) for sentence in sentences], BM25Index(sentences)
 
 
-def _ranking(index: Any, question: str, num_sentences: int) -> list[int]:
-    """Places of the sentences, the best first; those of one score in the order of the text."""
-    import bm25s
+class BM25Index:
+    """BM25 of texts with bm25s' defaults and English stop words, held in memory.
 
-    scores = np.zeros(num_sentences)
-    if index is not None:
+    Args:
+        texts: those that questions are compared with.
+    """
+
+    def __init__(self, texts: Sequence[str]):
+        import bm25s
+
+        words = bm25s.tokenize(list(texts), **_WORDS)
+        self.num_texts, self.has_words, self._index = len(texts), any(words), bm25s.BM25()
+        if self.has_words:
+            self._index.index(words, show_progress=False)
+
+    def scores(self, question: str) -> np.ndarray:
+        """Return the score of each text, 0 for those that share no word with a question."""
+        import bm25s
+
         (words,) = bm25s.tokenize([question], **_WORDS)
-        known = [word for word in words if word in index.vocab_dict]
-        if known:
-            scores = index.get_scores(known)
-    return np.argsort(-scores, kind="stable").tolist()
+        known = [word for word in words if self.has_words and word in self._index.vocab_dict]
+        return self._index.get_scores(known) if known else np.zeros(self.num_texts, dtype=np.float32)

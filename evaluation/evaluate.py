@@ -42,7 +42,6 @@ def evaluate_model(
     model_name: str | None = None,
     num_parameters: int | None = None,
     progress: bool = True,
-    notes: Mapping[str, Any] | None = None,
     records: Mapping[str, TrainingDocuments | None] | None = None,
     resume_from: EvaluationReport | None = None,
     on_result: Callable[[EvaluationReport], Any] = lambda report: None,
@@ -57,7 +56,6 @@ def evaluate_model(
         teacher: language model of the two bounds; the compressor's own decoder when `None`.
         model_name: how the report calls the model; the last part of its Hub id or folder when `None`.
         num_parameters: of the checkpoint, where adapters are merged; the model's when `None`.
-        notes: further settings of the report.
         records: by name, the documents that trained and chose the models, which are refused; those beside their
             weights when `None`.
         resume_from: an unfinished report of the same evaluation, whose rows are not scored again.
@@ -125,11 +123,11 @@ def evaluate_model(
             "device": model.device.type,
             **weights_and_configuration(model),
             "eos_token_id": model.generation_config.eos_token_id,
+            "teacher": None if teacher is None else model_label(teacher.name_or_path),
             "teacher_weights": None if teacher is None else weights_fingerprint(teacher, of_answers=True),
             "samples": {f"{data.name}, {task}": samples_digest(samples) for data, task, samples in work},
             "sources": {data.name: data.source for data, *_ in work if data.source},
             "left_out": builder.left_out,
-            **(notes or {}),
         },
     )
     if resume_from is not None:

@@ -200,14 +200,11 @@ def benchmark_max_new_tokens(row: Mapping[str, Any]) -> int | None:
     return None if metric is None else _TASKS[metric.task][1]
 
 
-def _overlap_f1(prediction: Sequence[str], answer: Sequence[str]) -> float:
-    """F1 of two bags of words."""
-    common = sum((Counter(prediction) & Counter(answer)).values())
-    return 2 * common / (len(prediction) + len(answer)) if common else 0.0
-
-
 def _qa_f1(prediction: str, answer: str) -> float:
-    return _overlap_f1(normalize_answer(prediction).split(), normalize_answer(answer).split())
+    """Return the F1 of two bags of words."""
+    found, wanted = normalize_answer(prediction).split(), normalize_answer(answer).split()
+    common = sum((Counter(found) & Counter(wanted)).values())
+    return 2 * common / (len(found) + len(wanted)) if common else 0.0
 
 
 def _rouge_l(prediction: str, answer: str) -> float:
@@ -238,8 +235,7 @@ def _paragraph(prediction: str, answer: str) -> float:
 def _code_similarity(prediction: str, answer: str) -> float:
     """Likeness of the first line that is no comment, in whole percent.
 
-    LongBench calls `fuzz.ratio` of fuzzywuzzy, which is `difflib`'s ratio unless python-Levenshtein, which LongBench
-    does not ask for, is installed beside it: then scores are higher.
+    LongBench calls `fuzz.ratio` of fuzzywuzzy, which is `difflib`'s ratio unless python-Levenshtein is installed.
     """
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")

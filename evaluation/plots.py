@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -101,10 +100,8 @@ def plot_needles(report: EvaluationReport, datasets: Sequence[str], path: str | 
 
 
 def blank_figure(width: float, height: float) -> Figure:
-    """An empty figure of a width and height in inches."""
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    """Return an empty figure of a width and height in inches."""
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
 def line_figure(title: str, label: str) -> tuple[Figure, Axes]:

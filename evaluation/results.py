@@ -4,7 +4,6 @@
 import hashlib
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -62,29 +61,26 @@ class GivenTokens:
         return perplexity_statistic(self.nll, self.counts)
 
 
-@dataclass
 class Tally:
     """Scores of a condition on one task of one data set; arrays have an entry for each sample, NaN where none.
 
     `targets` has scores of the given targets, `recovered` those of what was written, given once more.
     """
 
-    samples: Sequence[Sample]
-    targets: GivenTokens | None = None
-    recovered: GivenTokens | None = None
-    # What was written, as text and token ids.
-    predictions: dict[int, str] = field(default_factory=dict)
-    written_ids: dict[int, list[int]] = field(default_factory=dict)
-    position_bytes: float = math.nan
-    slots: np.ndarray = field(init=False)
-    memory_bytes: np.ndarray = field(init=False)
-    decoder_positions: np.ndarray = field(init=False)
-    compress_seconds: np.ndarray = field(init=False)
-    answer_seconds: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.slots, self.memory_bytes, self.decoder_positions = np.full((3, len(self.samples)), np.nan)
-        self.compress_seconds, self.answer_seconds = np.full((2, len(self.samples)), np.nan)
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        targets: GivenTokens | None = None,
+        recovered: GivenTokens | None = None,
+        position_bytes: float = math.nan,
+    ):
+        self.samples, self.targets, self.recovered = samples, targets, recovered
+        self.position_bytes = position_bytes
+        # What was written, as text and token ids.
+        self.predictions: dict[int, str] = {}
+        self.written_ids: dict[int, list[int]] = {}
+        self.slots, self.memory_bytes, self.decoder_positions = np.full((3, len(samples)), np.nan)
+        self.compress_seconds, self.answer_seconds = np.full((2, len(samples)), np.nan)
 
     def note_memory(self, rows: list[int], memory: Any, seconds: float) -> None:
         """Note the slots and bytes of rows' memories, and the seconds that each took."""
@@ -145,15 +141,12 @@ class Tally:
             "decoder_positions": self.decoder_positions.mean(),
             "cache_bytes": self.decoder_positions.mean() * self.position_bytes,
         }
-        return {name: float(mean) for name, mean in means.items() if not np.isnan(mean)}
+        return _known(means)
 
     def seconds(self) -> dict[str, float]:
-        """Mean seconds to `compress` a context, where it was, and to `answer` a question."""
-        means = {
-            "compress": self.compress_seconds[self._first_of_contexts()].mean(),
-            "answer": self.answer_seconds.mean(),
-        }
-        return {name: float(mean) for name, mean in means.items() if not np.isnan(mean)}
+        """Return the mean seconds to `compress` a context, where it was, and to `answer` a question."""
+        compress = self.compress_seconds[self._first_of_contexts()].mean()
+        return _known({"compress": compress, "answer": self.answer_seconds.mean()})
 
     def _first_of_contexts(self) -> list[int]:
         """Of each context the first sample: one that is asked several times counts once."""
@@ -161,6 +154,10 @@ class Tally:
         for row, sample in enumerate(self.samples):
             first.setdefault(tuple(sample.context_ids), row)
         return list(first.values())
+
+
+def _known(means: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(mean) for name, mean in means.items() if not np.isnan(mean)}
 
 
 def samples_digest(samples: Sequence[Sample]) -> str:

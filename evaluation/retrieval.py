@@ -24,6 +24,7 @@ from ..modeling.modeling_decal_retrieval import chamfer
 from ..modeling.parts.text_ids import text_tokenizer
 from ..reporting.environment import environment
 from ..reporting.tables import markdown_table
+from .alternatives import BM25Index
 from .bootstrap import mean_statistic, percentile_interval, resampled_scores
 from .evaluate import model_label, weights_and_configuration
 from .held_out import Sources, check_sources
@@ -221,16 +222,10 @@ def judged_documents(judged: JudgedQueries) -> tuple[list[Sources], str]:
 
 
 def evaluate_bm25(judged: JudgedQueries) -> tuple[dict[str, Any], QueryScores]:
-    """The row of BM25 with bm25s' defaults and English stop words, whose index holds the corpus in memory."""
-    import bm25s
-
+    """Return the row of BM25, whose index holds the corpus in memory, and each query's scores."""
     ids, texts = zip(*judged.documents(), strict=True)
-    index = bm25s.BM25()
-    index.index(bm25s.tokenize(list(texts), stopwords="en", show_progress=False), show_progress=False)
-    queries = bm25s.tokenize(judged.queries, stopwords="en", show_progress=False, return_ids=False)
-    known = [[word for word in query if word in index.vocab_dict] for query in queries]
-    nothing = np.zeros(len(ids), dtype=np.float32)
-    scores = torch.from_numpy(np.stack([index.get_scores(query) if query else nothing for query in known]))
+    index = BM25Index(texts)
+    scores = torch.from_numpy(np.stack(list(map(index.scores, judged.queries))))
     rankings = Rankings(judged.query_ids)
     # What shares no word with a query is not found.
     rankings.add(ids, scores.masked_fill(scores <= 0, -torch.inf))

@@ -24,8 +24,6 @@ from .settings import WRITTEN_TASKS, EvaluationSettings
 logger = logging.getLogger(__name__)
 
 _READ_AS_TEXT = {"question_answering": ("context", "question"), "summarization": ("context", "summary")}
-# Not blank, but for a benchmark's questions, of which some tasks have none.
-_WRITTEN = ("question", "summary")
 _SKIP = "; `skip_incomplete: true` of a source leaves such rows out"
 
 
@@ -194,23 +192,18 @@ class SampleBuilder:
         ids_of_prompt = make_prompt_ids(self.tokenizer, [prompt], self.settings.prompt_format)
         head_ids, prompt_ids, eos = ids_of_prompt.head, ids_of_prompt.turns[0], ids_of_prompt.end
         if task in WRITTEN_TASKS:
-            references = list(example["answers"])
-            prompt_ids = [*prompt_ids, *encode(self.tokenizer, prefix)]
+            references, context = list(example["answers"]), example["context"]
             answer = before_answer(prompt, self.settings.prompt_format) + references[0]
-            target_ids = [*encode(self.tokenizer, answer), eos]
-            # Tokenized apart, as in training.
-            context_ids = [*self.prefix_ids, *encode(self.tokenizer, example["context"])]
-            context = example["context"]
             passages = context.passages if isinstance(context, PassageText) else ()
-            limit, metric = benchmark_max_new_tokens(example), benchmark_metric(example)
+            # Tokenized apart, as in training.
             return Sample(
-                context_ids,
-                prompt_ids,
-                target_ids,
+                [*self.prefix_ids, *encode(self.tokenizer, context)],
+                [*prompt_ids, *encode(self.tokenizer, prefix)],
+                [*encode(self.tokenizer, answer), eos],
                 references,
                 head_ids=head_ids,
-                max_new_tokens=limit,
-                metric=metric,
+                max_new_tokens=benchmark_max_new_tokens(example),
+                metric=benchmark_metric(example),
                 passages=[[*self.prefix_ids, *encode(self.tokenizer, text)] for text in passages],
             )
         ids = encode(self.tokenizer, example["text"])
@@ -280,11 +273,8 @@ def _examples_of(task: str, dataset: EvaluationDataset) -> list[dict[str, Any]]:
     ]
     for row, example in enumerate(rows):
         for column in _READ_AS_TEXT.get(task, ()):
-            _check_text(example[column], column, dataset.name, row)
-            if column in _WRITTEN and not is_of_benchmark(example) and not example[column].strip():
-                raise ValueError(
-                    f"data set {dataset.name!r}: {column!r} is blank in row {row} (counted from 0){_SKIP}"
-                )
+            may_be_blank = column == "context" or is_of_benchmark(example)
+            _check_text(example[column], column, dataset.name, row, may_be_blank)
     if task == "question_answering":
         answers = [accepted_answers(example["answers"], dataset.name, row) for row, example in enumerate(rows)]
         return [{**example, "answers": accepted} for example, accepted in zip(rows, answers, strict=True)]
@@ -300,9 +290,10 @@ def _examples_of(task: str, dataset: EvaluationDataset) -> list[dict[str, Any]]:
     return list(by_text.values())
 
 
-def _check_text(value: Any, column: str, name: str, row: int) -> None:
-    if not isinstance(value, str):
-        raise ValueError(f"data set {name!r}: {column!r} must be a text, got {value!r} in row {row} (counted from 0)")
+def _check_text(value: Any, column: str, name: str, row: int, may_be_blank: bool = True) -> None:
+    if not isinstance(value, str) or not (may_be_blank or value.strip()):
+        what = f"data set {name!r}: {column!r} must be a text{'' if may_be_blank else ', not blank'}"
+        raise ValueError(f"{what}, got {value!r} in row {row} (counted from 0){_SKIP}")
 
 
 def accepted_answers(value: Any, name: str, row: int) -> list[str]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..configuration.nearest_names import check_choice
 from ..data.columns import is_list
 from ..data.prompts import format_prompt
-from ..data.rows import PassageText, read_rows, with_values
+from ..data.rows import PassageText, as_text, read_rows, with_values
 from ..data.sources import DataSource, parse_sources
 from ..modeling.checkpoint.fingerprints import weights_fingerprint
 from ..modeling.parts.text_ids import text_tokenizer
@@ -130,9 +130,8 @@ def _row_by_row(table: pyarrow.Table, source: DataSource) -> Iterator[dict[str, 
     for batch in table.to_batches(max_chunksize=1024):
         for row in batch.to_pylist():
             own = row.pop("id", None)
-            if not isinstance(row["context"], str):
-                row["context"] = PassageText(row["context"])
-            yield {"id": str(number if own is None else own), "source": name, **row}
+            named = {"id": str(number if own is None else own), "source": name}
+            yield {**named, **row, "context": as_text(row["context"])}
             number += 1
 
 

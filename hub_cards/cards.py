@@ -51,7 +51,7 @@ _ALTERNATIVES = {
     "keep_drop_aware": "words kept for the question",
 }
 # Columns of a score table behind the full context.
-_COSTS = ("retention, %", "slots", "kB", "cache, kB", "tokens a slot")
+_COSTS = ("retention, %", "slots", "kB", "cache, kB")
 _NOT_STATED = "not stated"
 
 
@@ -209,32 +209,29 @@ def _scores(report: EvaluationReport) -> list[Score]:
     scores = []
     for task in report.tasks():
         for dataset in report.datasets(task):
-            by_condition = {condition: report.row(dataset, task, condition) for condition in report.conditions(task)}
-            for metric, label in _METRICS[task].items():
-                rows = {name: row for name, row in by_condition.items() if row is not None and metric in row.metrics}
-                values = {condition: row.metrics[metric] for condition, row in rows.items()}
+            rows = {row.condition: row for row in report.rows if (row.task, row.dataset) == (task, dataset)}
+            for metric in _METRICS[task]:
+                values = {name: row.metrics[metric] for name, row in rows.items() if metric in row.metrics}
                 for ratio in report.ratios(task):
-                    if (row := rows.get(ratio_condition(ratio))) is None:
-                        continue
-                    low, high = row.intervals.get(metric, (math.nan, math.nan))
-                    names = {name: f"{kind}={ratio}" for kind, name in _ALTERNATIVES.items()}
-                    scores.append(
-                        Score(
-                            task,
-                            dataset,
-                            label,
-                            ratio,
-                            row.metrics[metric],
-                            interval=None if math.isnan(low) else (low, high),
-                            no_context=values.get(NO_CONTEXT),
-                            full_context=values.get(FULL_CONTEXT),
-                            alternatives={name: values[key] for name, key in names.items() if key in values},
-                            costs=_costs(row, metric),
-                        )
-                    )
+                    if (name := ratio_condition(ratio)) in values:
+                        scores.append(_score(rows[name], metric, ratio, values))
     if not scores:
         raise ValueError(f"the report of {report.model} has no compression ratio, but the checkpoint is a compressor")
     return scores
+
+
+def _score(row: EvaluationRow, metric: str, ratio: int, values: Mapping[str, float]) -> Score:
+    """Return a row's score beside those of the same samples under other conditions, `values`."""
+    low, high = row.intervals.get(metric, (math.nan, math.nan))
+    names = {name: f"{kind}={ratio}" for kind, name in _ALTERNATIVES.items()}
+    return Score(
+        *(row.task, row.dataset, _METRICS[row.task][metric], ratio, row.metrics[metric]),
+        interval=None if math.isnan(low) else (low, high),
+        no_context=values.get(NO_CONTEXT),
+        full_context=values.get(FULL_CONTEXT),
+        alternatives={name: values[key] for name, key in names.items() if key in values},
+        costs=_costs(row, metric),
+    )
 
 
 def _costs(row: EvaluationRow, metric: str) -> dict[str, str]:

@@ -20,6 +20,8 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, PreTrai
 # Tokens that neighbouring windows of a long text share.
 _OVERLAP = 64
 _WINDOWS_AT_ONCE = 16
+# Words of a cut sentence that say something.
+_SHORTEST_RUN = 3
 # What a question's words in a sentence count beside its log odds.
 _WORD_WEIGHT = 0.5
 # What a sentence at the end of a text counts less than the first one where there is no question.
@@ -234,7 +236,8 @@ def best_sentences(
     budget: int,
     forced: Collection[int] = (),
 ) -> list[int]:
-    """Return the places of the words that stay: whole sentences by their value, and a run of the next one.
+    """Return the places of the words that stay: whole sentences by their value, and a run of the next one, if it has
+    more than a word or two.
 
     Each word has its score, the number of its sentence and its cost in tokens; `forced` are places of words that stay
     first, and at most `budget` tokens stay.
@@ -247,9 +250,11 @@ def best_sentences(
     for sentence in sorted(values, key=lambda sentence: -values[sentence]):
         places = places_of[sentence]
         added = best_run([place for place in places if place not in kept], scores, costs, left)
-        kept.update(added)
-        left -= sum(costs[place] for place in added)
-        if not kept.issuperset(places):
+        is_whole = kept.union(added).issuperset(places)
+        if is_whole or not kept or len(added) >= _SHORTEST_RUN:
+            kept.update(added)
+            left -= sum(costs[place] for place in added)
+        if not is_whole:
             break
     return sorted(kept)
 

@@ -17,7 +17,7 @@ except ImportError as error:
     raise ImportError("serving agents needs `mcp`: pip install -e '.[mcp]' in the clone") from error
 
 from ..modeling.memory.memory_file import text_source
-from .passages import passage_of
+from .server_requests import passage_of
 
 if TYPE_CHECKING:
     from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline

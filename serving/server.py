@@ -30,11 +30,18 @@ except ImportError as error:
 from ..corpus.memory_store import MemoryStore
 from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
 from ..modeling.memory.compressed_context import CompressedContext
-from .passages import passage_of
 from .server_engine import Engine, Job, ServerError, in_time, stopping
 from .server_jobs import AnswerJob, CompressionJob, OriginsJob, ServedModel, stream_event
 from .server_memories import ProcessMemories, StoredMemories
-from .server_requests import EXPAND_TOOL, ChatRequest, ExpandRequest, MemoriesRequest, MemoryPart, OriginsRequest
+from .server_requests import (
+    EXPAND_TOOL,
+    ChatRequest,
+    ExpandRequest,
+    MemoriesRequest,
+    MemoryPart,
+    OriginsRequest,
+    passage_of,
+)
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 # Memories of a chat that are read before their slots are counted.
@@ -339,14 +346,12 @@ def _routes(server: _Server, examples: Sequence[dict[str, Any]]) -> fastapi.Fast
 
     @app.post("/v1/tools/expand")
     def expand(body: ExpandRequest) -> dict[str, Any]:
+        fields = body.model_dump(exclude={"memory_id"})
         server.find_memories([body.memory_id])
         text = server.model.memories.text(body.memory_id)
         if text is None:
             raise ServerError(404, f"the text of {body.memory_id!r} was not kept", "text_not_found", "memory_id")
-        return {
-            "memory_id": body.memory_id,
-            **passage_of(body.memory_id, text, **body.model_dump(exclude={"memory_id"})),
-        }
+        return {"memory_id": body.memory_id, **passage_of(text=text, name=body.memory_id, **fields)}
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: fastapi.Request) -> Any:
@@ -400,11 +405,8 @@ class _Gate:
         key = self.server.settings.api_key
         # Behind a proxy or in another app a prefix stands in front of each path.
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if (
-            key is not None
-            and path not in _OPEN_PATHS
-            and not hmac.compare_digest(authorization, f"Bearer {key}".encode())
-        ):
+        is_open = key is None or path in _OPEN_PATHS
+        if not (is_open or hmac.compare_digest(authorization, f"Bearer {key}".encode())):
             message = "a request needs the key of this server: `Authorization: Bearer KEY`"
             raise ServerError(401, message, "wrong_api_key")
 
@@ -440,11 +442,9 @@ def _as_server_error(error: Exception) -> ServerError:
         kind, place = problem["type"], ".".join(map(str, problem["loc"][1:]))
         if kind == "json_invalid":
             return ServerError(400, f"the body is no JSON: {problem['ctx']['error']}", "invalid_json")
-        what = (
-            "is no field of this request"
-            if kind == "extra_forbidden"
-            else problem["msg"].removeprefix("Value error, ")
-        )
+        what = problem["msg"].removeprefix("Value error, ")
+        if kind == "extra_forbidden":
+            what = "is no field of this request"
         value = "" if kind in ("missing", "value_error") else f", got {json.dumps(problem['input'], default=str)[:80]}"
         problems.append((place, f"{place}: {what}{value}" if place else f"{what}{value}"))
     return ServerError(400, "; ".join(text for _, text in problems[:3]), "invalid_value", problems[0][0] or None)

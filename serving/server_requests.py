@@ -10,6 +10,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 _Text = Annotated[str, StringConstraints(min_length=1)]
 # As large as a column of a store holds.
 _Ratio = Annotated[int, Field(ge=1, lt=2**31)]
+# Of a passage that an agent asks for.
+_MOST_CHARACTERS = 20_000
 # One text, or a list of them.
 _Texts = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 _Parts = BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value)
@@ -41,7 +43,21 @@ class ExpandRequest(_Fields):
     memory_id: Annotated[_Text, Field(description="The memory's id.")]
     containing: Annotated[str, Field(description="Words around whose first place the passage is.")] = ""
     start: Annotated[int, Field(ge=0, description="Character that the passage, or the search, starts at.")] = 0
-    length: Annotated[int, Field(ge=1, le=20_000, description="Characters of the passage.")] = 2000
+    length: Annotated[int, Field(ge=1, le=_MOST_CHARACTERS, description="Characters of the passage.")] = 2000
+
+
+def passage_of(name: str, text: str, containing: str = "", start: int = 0, length: int = 2000) -> dict[str, Any]:
+    """Return `length` characters of a text from `start`, or around the first place of `containing` behind it.
+
+    Case is ignored. Words that are not in the text raise `ValueError`.
+    """
+    if containing:
+        place = text.lower().find(containing.lower(), start)
+        if place < 0:
+            raise ValueError(f"{name} does not contain {containing!r} behind character {start}")
+        start = max(0, place - length // 2)
+    passage = text[start : start + min(length, _MOST_CHARACTERS)]
+    return {"start": start, "of_characters": len(text), "text": passage}
 
 
 # As `tools` of a chat takes it.

@@ -209,8 +209,13 @@ class BaseTrainer(Trainer):
             super().create_model_card(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        # The run's result alone: checkpoints resume exactly. It is read back in the type that its configuration names.
+        save_dtype = self.args.save_dtype if output_dir == self.args.output_dir else None
+        if save_dtype is not None:
+            dtype, weights = getattr(torch, save_dtype), state_dict or self.model.state_dict()
+            state_dict = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
         if state_dict is not None:
-            # Gathered one by one from several processes, tied weights are two tensors, and the file would hold both.
+            # Gathered or converted one by one, tied weights are two tensors, and the file would hold both.
             tied = self.model.all_tied_weights_keys
             state_dict = {name: weight for name, weight in state_dict.items() if name not in tied}
         super()._save(output_dir, state_dict)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import bisect
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +44,7 @@ OBJECTIVES = (
     "retrieval",
     "keep_drop",
 )
-OPTIMIZERS = ("adamw", "adafactor")
-RATIO_MODES = ("all", "random", "per_sample")
 CONTEXT_MODES = ("compressed", "full_context", "no_context")
-OVERLONG_CONTEXTS = ("truncate", "truncate_left", "skip")
-PROMPT_FORMATS = ("plain", "chat")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -128,10 +124,10 @@ class DataArguments:
     def __post_init__(self) -> None:
         for name in ("sources", "eval_sources", "length_schedule", "task_schedule"):
             setattr(self, name, _structured(name, vars(self)[name], list))
-        check_choice("overlong_contexts", self.overlong_contexts, OVERLONG_CONTEXTS)
-        check_choice("prompt_format", self.prompt_format, PROMPT_FORMATS)
+        check_choice("overlong_contexts", self.overlong_contexts, ("truncate", "truncate_left", "skip"))
+        check_choice("prompt_format", self.prompt_format, ("plain", "chat"))
         if self.length_schedule is not None:
-            check_length_schedule(self.length_schedule)
+            check_schedule("length_schedule", self.length_schedule, lambda length: length >= 1)
         if self.task_schedule is not None:
             check_changes("task_schedule", self.task_schedule, TASKS.__contains__)
 
@@ -172,13 +168,11 @@ class TrainingFields:
 
     def check_fields(self) -> None:
         """Read `ratio_schedule` from its text; `ValueError` names the first field whose value is not allowed."""
-        choices: dict[str, Iterable[Any]] = {
-            "objective": OBJECTIVES,
-            "optimizer": OPTIMIZERS,
-            "ratio_mode": RATIO_MODES,
-        }
-        for name, allowed in {**choices, "context_mode": CONTEXT_MODES, "save_dtype": (None, *DTYPES)}.items():
-            check_choice(name, vars(self)[name], allowed)
+        check_choice("objective", self.objective, OBJECTIVES)
+        check_choice("optimizer", self.optimizer, ("adamw", "adafactor"))
+        check_choice("ratio_mode", self.ratio_mode, ("all", "random", "per_sample"))
+        check_choice("context_mode", self.context_mode, CONTEXT_MODES)
+        check_choice("save_dtype", self.save_dtype, (None, *DTYPES))
         self.ratio_schedule = _structured("ratio_schedule", self.ratio_schedule, list)
         if self.ratio_schedule is not None:
             if self.ratio_mode == "per_sample":
@@ -189,13 +183,14 @@ class TrainingFields:
 # --- schedules over a training ---
 
 
-def check_length_schedule(schedule: list[list[float]]) -> None:
-    """Raise `ValueError` unless a schedule has [fraction of training, tokens] pairs in order."""
-    is_allowed = all(0 <= fraction <= 1 and length >= 1 for fraction, length in schedule)
-    if not schedule or schedule != sorted(schedule) or not is_allowed:
+def check_schedule(name: str, schedule: Sequence[Sequence[Any]], is_allowed: Callable[[Any], bool]) -> None:
+    """Raise `ValueError` unless a schedule has [fraction of training, allowed value] pairs, fractions in order."""
+    fractions = [fraction for fraction, _ in schedule]
+    in_order = bool(fractions) and fractions == sorted(fractions) and 0 <= fractions[0] <= fractions[-1] <= 1
+    if not in_order or not all(is_allowed(value) for _, value in schedule):
         raise ValueError(
-            "length_schedule must be a list of [fraction of training, tokens] in order, fractions from 0 to 1 and at "
-            f"least 1 token, got {schedule!r}"
+            f"{name} must be a list of [fraction of training, value] in order, fractions from 0 to 1 and values "
+            f"allowed, got {schedule!r}"
         )
 
 
@@ -209,11 +204,7 @@ def scheduled_length(points: list[list[Any]], fraction: float) -> int:
 
 
 def check_changes(name: str, schedule: Sequence[Sequence[Any]], is_allowed: Callable[[Any], bool]) -> None:
-    """Raise `ValueError` unless the fractions of a schedule rise from 0 and its values are allowed."""
-    fractions = [fraction for fraction, _ in schedule]
-    in_order = fractions[:1] == [0] and fractions == sorted(set(fractions)) and fractions[-1] < 1
-    if not in_order or not all(values and all(map(is_allowed, values)) for _, values in schedule):
-        raise ValueError(
-            f"{name} must be a list of [fraction of training, values] in order, the first fraction 0 and all below 1, "
-            f"and each value allowed, got {schedule!r}"
-        )
+    """Raise `ValueError` unless a schedule has [fraction of training, allowed values] pairs from fraction 0 on."""
+    check_schedule(name, schedule, lambda values: values and all(map(is_allowed, values)))
+    if schedule[0][0] != 0:
+        raise ValueError(f"the first fraction of {name} must be 0, got {schedule[0][0]}")

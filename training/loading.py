@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -70,7 +69,7 @@ def _language_model(name: str, what: str, model_args: ModelArguments, **kwargs: 
     with naming_broken(f"the {what} {name}: config.json or model.safetensors"):
         return AutoModelForCausalLM.from_pretrained(
             base_place(name),
-            dtype=getattr(torch, model_args.dtype),
+            dtype=model_args.dtype,
             attn_implementation=model_args.attn_implementation,
             **kwargs,
         )
@@ -98,7 +97,7 @@ def teacher_language_model(model_args: ModelArguments) -> PreTrainedModel:
 
 def load_compressor(
     model_args: ModelArguments,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase,
     auto_class: str | None = None,
 ) -> PreTrainedModel:
     """Load the compressor to train: a checkpoint to go on from, or a new one on a base.
@@ -113,8 +112,9 @@ def load_compressor(
         raise ValueError(
             f"the method {method} trains nothing: {kind.__name__}.from_base(base) is the whole compressor"
         )
-    loading = {"dtype": getattr(torch, model_args.dtype), "attn_implementation": model_args.attn_implementation}
-    loading = {name: value for name, value in loading.items() if value is not None}
+    loading: dict[str, Any] = {"dtype": model_args.dtype}
+    if model_args.attn_implementation is not None:
+        loading["attn_implementation"] = model_args.attn_implementation
     if model_args.checkpoint is not None:
         return _load_checkpoint(kind, model_args, tokenizer, loading)
     fields = dict(model_args.method_config or {})
@@ -126,10 +126,8 @@ def load_compressor(
         loading["encoder"] = base_place(model_args.encoder)
     if model_args.adapter is not None:
         loading["adapter"] = model_args.adapter
-    if tokenizer is not None:
-        # With its default decoder a configuration tells which task tokens the method has; their ids are ours to give.
-        names = tuple(kind.config_class(**fields).task_token_ids)
-        fields["task_token_ids"] = add_task_tokens(tokenizer, names)
+    # With its default decoder a configuration tells which task tokens the method has; their ids are ours to give.
+    fields["task_token_ids"] = add_task_tokens(tokenizer, tuple(kind.config_class(**fields).task_token_ids))
     with naming_broken(f"the base {model_args.base}: config.json or model.safetensors"):
         return kind.from_base(base_place(model_args.base), **loading, **fields)
 
@@ -144,8 +142,7 @@ def _load_checkpoint(
     fetch_bases(stored.get("external_weights"))
     with naming_broken(f"the checkpoint {name}: config.json or model.safetensors"):
         model = kind.from_pretrained(name, **loading)
-    if tokenizer is not None:
-        check_task_tokens(tokenizer, model.config.task_token_ids)
+    check_task_tokens(tokenizer, model.config.task_token_ids)
     return model
 
 

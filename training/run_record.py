@@ -12,10 +12,8 @@ from typing import Any
 import torch
 import transformers
 import yaml
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
+from transformers.utils import logging
 
 from ..data.document_ids import TrainingDocuments, record_file
 from ..data.yaml_text import read_yaml
@@ -47,7 +45,7 @@ def latest_checkpoint(output_dir: str) -> str | None:
 
 
 def earlier_files(output_dir: str | Path) -> list[Path]:
-    """Weights, code and checkpoints of an earlier run in an output folder."""
+    """Return weights, code and checkpoints of an earlier run in an output folder."""
     return [path for pattern in ("*.safetensors*", "*.py", "checkpoint-*") for path in Path(output_dir).glob(pattern)]
 
 
@@ -59,25 +57,6 @@ def check_output_dir(output_dir: str | Path, overwrite: bool) -> None:
             f"{output_dir} holds an earlier run ({found[0].name}): name another folder, go on with it "
             "(--resume_from_checkpoint latest), or replace it (--overwrite true)"
         )
-
-
-def store_weights_as(dtype: torch.dtype, folder: Path) -> None:
-    """Rewrite the floating-point weights of a saved model in another type; the configuration stays as it is.
-
-    `from_pretrained` reads them back in the type that the configuration names.
-    """
-    total_size = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-        total_size += sum(tensor.nbytes for tensor in tensors.values())
-        save_file(tensors, path, metadata=metadata)
-    index_path = folder / SAFE_WEIGHTS_INDEX_NAME
-    if index_path.is_file():
-        index = json.loads(index_path.read_text(encoding="utf-8"))
-        index["metadata"]["total_size"] = total_size
-        index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def without_folders(value: Any) -> Any:

@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
 
 from ..data.document_ids import document_id, source_ids_of
-from ..data.rows import PassageText, read_rows
+from ..data.rows import as_text, read_rows
 from ..reporting.tables import markdown_table
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe, recorded_recipe
 from .run_record import (
@@ -27,7 +26,6 @@ from .run_record import (
     earlier_files,
     earlier_sources,
     latest_checkpoint,
-    store_weights_as,
     write_summary,
 )
 
@@ -151,9 +149,7 @@ def add_sample_answers(trainer: Any, data_args: DataArguments, steps: int) -> No
             trainer.documents.chose |= source_ids_of(table)
     if not rows:
         raise ValueError("sample_answers_steps needs eval_sources with the task question_answering and a path or name")
-    for row in rows:
-        context = row["context"]
-        trainer.documents.chose.add(document_id(context if isinstance(context, str) else PassageText(context)))
+    trainer.documents.chose.update(document_id(as_text(row["context"])) for row in rows)
     trainer.add_callback(LogAnswersCallback(rows, trainer.processing_class, steps))
 
 
@@ -183,8 +179,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if trainer.is_world_process_zero():
         # The Trainer's arguments are a pickle, which has no place in a folder that people share.
         (Path(args.output_dir) / "training_args.bin").unlink(missing_ok=True)
-        if args.save_dtype is not None:
-            store_weights_as(getattr(torch, args.save_dtype), Path(args.output_dir))
     write_summary(trainer, recipe, Path(args.output_dir), earlier)
     return 0
 

@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from context_compressors.cli.command import check_device, positive_int
+from context_compressors.cli.command import device_name, positive_int
 from context_compressors.configuration.layer_shape import LayerShape
 from context_compressors.configuration.methods import config_class
 from context_compressors.evaluation.flops import SHAPE_NAMES, method_config, named_config
@@ -81,8 +81,7 @@ def add_output_argument(parser: argparse.ArgumentParser) -> None:
 
 def device_of(arguments: argparse.Namespace) -> torch.device:
     """Return the device of the arguments, "cpu" without one; "auto" is a GPU where there is one."""
-    name = vars(arguments).get("device", "cpu")
-    check_device(name)
+    name = device_name(vars(arguments).get("device", "cpu"))
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 

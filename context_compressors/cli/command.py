@@ -92,24 +92,16 @@ def config_fields(config: str | None, allowed: Iterable[str]) -> dict[str, Any]:
     return fields
 
 
-def check_device(name: str) -> None:
-    """Raise `ValueError` unless this machine has the device, or it is "auto"."""
-    if name in ("auto", "cpu"):
-        return
-    import torch
-
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used here ({str(error).splitlines()[0]}): take cpu") from error
-
-
 def device_name(text: str) -> str:
     """Read a device that this machine has, or "auto", for `type=` of an argument."""
-    try:
-        check_device(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    if text not in ("auto", "cpu"):
+        import torch
+
+        try:
+            torch.empty(0, device=text)
+        except (RuntimeError, AssertionError) as error:
+            what = f"device {text!r} cannot be used here ({str(error).splitlines()[0]}): take cpu"
+            raise argparse.ArgumentTypeError(what) from error
     return text
 
 

@@ -137,7 +137,6 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
         teacher=None if arguments.teacher is None else load_model(arguments.teacher, **options),
         model_name=model_label(arguments.model),
         num_parameters=num_parameters,
-        notes={"teacher": arguments.teacher and model_label(arguments.teacher)},
         records=_records(arguments, settings, on_hub=compresses),
         resume_from=earlier,
         on_result=write,

@@ -134,5 +134,5 @@ def default_device() -> str:
     """Return the device of a model when none is named: an accelerator, such as "cuda", or "cpu"."""
     import torch
 
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type

@@ -31,7 +31,7 @@ def test_wrong_files_and_tasks_are_refused(tmp_path):
     with pytest.raises(ValueError, match="stands once in a question_answering template"):
         load_prompts(str(other))
     file.write_text("summarization: [x\n")
-    with pytest.raises(ValueError, match=r"prompts.yaml is not valid YAML: line 2, column 1"):
+    with pytest.raises(ValueError, match=r"prompts.yaml is not valid YAML: .*line 2, column 1"):
         load_prompts(str(file))
     # An earlier spelling is read.
     lines = [f"{task}: [x]" for task in TASKS[1:]]

@@ -90,6 +90,6 @@ def test_passages_with_marks_in_them_stay_whole(tokenizer, tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = FileSource(DataSource(path="rows.jsonl", tasks=("question_answering",)), str(tmp_path), 0, tokenizer)
     texts = source.texts("question_answering")
-    found = [[tokenizer.decode(passage) for passage in texts.passages(row)] for row in range(3)]
-    assert found == contexts
+    passages = [texts.passages(source.text_of("question_answering", row)) for row in range(3)]
+    assert [list(map(tokenizer.decode, of_row)) for of_row in passages] == contexts
     assert source.rows_of_text == {0: [0, 2], 1: [1]}

@@ -63,7 +63,7 @@ def test_null_on_the_command_line_takes_back_what_a_recipe_says(tmp_path, base_f
         ({"task_schedule": [[0.0, ["repeat"]]]}, [], "task_schedule must be a list of .* got"),
         ({"length_schedule": [[0.5, 10], [0.1, 20]]}, [], "length_schedule must be"),
         ({"sources": "text"}, [], "sources must be a list"),
-        ({}, ["--method_config", "{compression_ratios: [4"], "method_config is not valid YAML: line 1, column 24: "),
+        ({}, ["--method_config", "{compression_ratios: [4"], "method_config is not valid YAML: .*line 1, column"),
     ],
 )
 def test_wrong_fields_and_values_are_refused(tmp_path, recipe, argv, message):
@@ -103,7 +103,7 @@ def test_wrong_recipes_are_refused(tmp_path):
     recipe = tmp_path / "own.yaml"
     for content, message in (
         (b"- 1\n", "must hold fields and values"),
-        (b"method: icae\nbase: [1\n", r"own.yaml is not valid YAML: line 3, column 1: expected ',' or '\]'"),
+        (b"method: icae\nbase: [1\n", r"own.yaml is not valid YAML: .*expected ',' or '\]'"),
         ("title: Århus\n".encode("latin-1"), r"own.yaml is not in UTF-8"),
     ):
         recipe.write_bytes(content)

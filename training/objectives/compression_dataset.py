@@ -49,6 +49,8 @@ class CompressionDataset(Dataset):
 
     # Fewest tokens that a row's text has; shorter ones are passed over.
     shortest_row = 2
+    # The tasks that all sources must have; any where there are none.
+    tasks: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -72,8 +74,13 @@ class CompressionDataset(Dataset):
         self.prefix_ids = prefix_ids(tokenizer, data.context_prefix)
         self.length_points = data.length_schedule or [[0.0, self.longest]]
         entries = data.parsed_sources()
-        self._check_sources(entries)
-        self._check_tasks(entries)
+        for entry in entries:
+            if self.tasks and set(entry.tasks) != self.tasks:
+                what = f"the tasks of source {entry.label!r} must be {sorted(self.tasks)} here"
+                raise ValueError(f"{what}, got {list(entry.tasks)}")
+        offered = {task for entry in entries for task in entry.tasks}
+        if missing := {task for _, tasks in data.task_schedule or () for task in tasks} - offered:
+            raise ValueError(f"task_schedule has {sorted(missing)}; the tasks of the sources are {sorted(offered)}")
         self.sources = [
             entry if entry.generated else FileSource(entry, data.data_dir, seed, tokenizer) for entry in entries
         ]
@@ -82,16 +89,6 @@ class CompressionDataset(Dataset):
     def _lengths(self) -> tuple[int, int]:
         """Shortest window of a plain text and longest context, in tokens."""
         return self.data.min_context_tokens, self.data.max_context_tokens
-
-    def _check_sources(self, entries: Sequence[DataSource]) -> None:
-        """Refuse sources that this kind of examples cannot be made of."""
-
-    def _check_tasks(self, entries: Sequence[DataSource]) -> None:
-        """Refuse a schedule with tasks that no source has."""
-        offered = {task for entry in entries for task in entry.tasks}
-        scheduled = {task for _, tasks in self.data.task_schedule or () for task in tasks}
-        if missing := sorted(scheduled - offered):
-            raise ValueError(f"task_schedule has the tasks {missing}; those of the sources are {sorted(offered)}")
 
     def _deal(self, entries: Sequence[DataSource], num_examples: int | None) -> None:
         """Fix, for every index, its source and how many examples of that source came before it."""
@@ -156,9 +153,7 @@ class CompressionDataset(Dataset):
         return len(self.source_of)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the example at `index`; `IndexError` outside the data set."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"index {index} is outside the {len(self)} examples")
+        """Return the example at `index`."""
         if self.group_size == 1:
             return self._example_at(index)
         group, place = divmod(index, self.group_size)
@@ -250,7 +245,8 @@ class CompressionDataset(Dataset):
         limit = self._room(task, limit if is_window or self.data.schedule_contexts else self.longest)
         texts = source.texts(task)
         for row in places(self._row(position, source.num_rows, turn), source.num_rows, rng):
-            ids = texts[row]
+            text = source.text_of(task, row)
+            ids = texts[text]
             is_too_long = not is_window and len(ids) > limit
             if is_too_long and self.data.schedule_contexts:
                 return None
@@ -265,26 +261,26 @@ class CompressionDataset(Dataset):
         fields: dict[str, Any] = {"documents": source.document_ids(task, row)}
         if is_window:
             return fields | self._text_example(task, ids.tolist(), limit, identifier, rng, source.ends(task, row))
-        passages = texts.passages(row)
+        passages = texts.passages(text)
         if task == "summarization":
             pairs = [("", source.value("summary", row), source.target_ends(row))]
             example = self._example(task, ids.tolist(), pairs, limit, identifier, rng)
             return fields | self._with_passages(example, passages, limit)
-        texts_of = [source.text_of(row)]
-        context_ids = ids.tolist()
+        texts_of, context_ids = [text], ids.tolist()
         if source.source.contexts_per_document > 1:
-            texts_of, context_ids = self._joined_contexts(source, row, limit, rng)
+            texts_of, context_ids = self._joined_contexts(source, text, limit, rng)
             rows_of = (source.rows_of_text[text][0] for text in texts_of)
             fields = {"documents": [name for first in rows_of for name in source.document_ids(task, first)]}
-            passages = [passage for text in texts_of for passage in texts.texts.passages(text)]
+            passages = [passage for text in texts_of for passage in texts.passages(text)]
             stays_apart = source.source.separate_passages or source.has_passages
             passages = passages if stays_apart else [context_ids]
         others = [other for text in texts_of for other in source.rows_of_text[text] if other != row]
         rows = [row, *rng.sample(others, min(len(others), self.data.questions_per_example - 1))]
-        pairs = [
-            (source.value("question", r), self._answer(source.value("answers", r), rng), source.target_ends(r))
-            for r in rows
-        ]
+        pairs = []
+        for r in rows:
+            answers = source.value("answers", r)
+            answer = answers[0] if self.data.first_answer else rng.choice(answers)
+            pairs.append((source.value("question", r), answer, source.target_ends(r)))
         example = self._example(task, context_ids, pairs, limit, identifier, rng)
         return fields | self._with_passages(example, passages, limit)
 
@@ -299,12 +295,10 @@ class CompressionDataset(Dataset):
         return {**example, "passages": [[*self.prefix_ids, *ids] for ids in kept], "num_cut": num_cut}
 
     def _joined_contexts(
-        self, source: FileSource, row: int, limit: int, rng: random.Random
+        self, source: FileSource, own: int, limit: int, rng: random.Random
     ) -> tuple[list[int], list[int]]:
-        """A row's context among neighbours of its file, as many as are drawn and fit: their indices and all ids."""
-        own = source.text_of(row)
-        # Those of questions are kept once each.
-        texts: Any = source.texts("question_answering").texts
+        """A context among neighbours of its file, as many as are drawn and fit: their places and all ids."""
+        texts = source.texts("question_answering")
         count = rng.randint(1, source.source.contexts_per_document)
         first = max(0, min(own - rng.randrange(count), len(texts) - count))
         between = encode(self.tokenizer, DOCUMENT_END)
@@ -316,9 +310,6 @@ class CompressionDataset(Dataset):
         for text in taken[1:]:
             ids += [*between, *texts[text].tolist()]
         return taken, ids
-
-    def _answer(self, answers: Sequence[str], rng: random.Random) -> str:
-        return answers[0] if self.data.first_answer else rng.choice(answers)
 
     def _room(self, task: str, limit: int) -> int:
         """Tokens that a context's text may have, beside its prefix or the EOS that ends its reconstruction."""

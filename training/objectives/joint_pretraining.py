@@ -36,6 +36,8 @@ class JointDataset(CompressionDataset):
     goes. The sources have the tasks reconstruction and continuation.
     """
 
+    tasks = frozenset(JOINT_TASKS)
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.shortest_row = self.shortest - len(self.start_ids)
@@ -47,14 +49,6 @@ class JointDataset(CompressionDataset):
         if not least <= shortest <= longest:
             raise ValueError(f"min_document_tokens must be {least} to max_document_tokens ({longest}), got {shortest}")
         return shortest, longest
-
-    def _check_sources(self, entries: Sequence[DataSource]) -> None:
-        for entry in entries:
-            if set(entry.tasks) != set(JOINT_TASKS):
-                raise ValueError(
-                    f"joint pretraining does {sorted(JOINT_TASKS)} on every document: these must be the tasks of "
-                    f"source {entry.label!r}, got {list(entry.tasks)}"
-                )
 
     @staticmethod
     def num_tokens(example: Mapping[str, Any]) -> int:

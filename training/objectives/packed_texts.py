@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -28,15 +27,14 @@ class _Text(NamedTuple):
 class PackedTexts(CompressionDataset):
     """Contexts of `max_context_tokens` from a stream of texts, each with the `max_target_tokens` that follow it.
 
-    The texts of a source, in a shuffled order and again and again in another one, stand one behind the other with EOS
-    behind each. The stream is cut every `max_context_tokens + max_target_tokens` tokens: no token is left out, none is
-    read twice, and a batch has no pads (ComprExIT, appendix A.2). All examples have the first template of their
-    prompt. `id` names every text that an example has a part of.
+    The texts of a source stand one behind the other in a shuffled order, anew in each round, with EOS behind each that
+    is not cut from a longer one. The stream is cut every `max_context_tokens + max_target_tokens` tokens, so that a
+    batch has no pads (ComprExIT, appendix A.2). Prompts have their first template. `id` names all texts of an example.
 
-    Example n of a source starts where example n - 1 ends, so texts are tokenized in order: a run that is resumed reads
-    once through those that it has behind it. The sources have the task continuation alone.
+    Texts are tokenized in order: a run that is resumed reads once through those that it has behind it.
     """
 
+    tasks = frozenset({"continuation"})
     # Whether EOS stands behind each text.
     ends_texts = True
 
@@ -49,22 +47,6 @@ class PackedTexts(CompressionDataset):
         self._starts: dict[int, list[tuple[int, int]]] = {}
         self._open: tuple[tuple[int, int] | None, _Text] = (None, _Text("", [], []))
         super().__init__(data, tokenizer, num_examples, **kwargs)
-        for source in self.sources:
-            if isinstance(source, DataSource):
-                continue
-            if cut := source.cut_rows("continuation"):
-                raise ValueError(
-                    f"pack_texts takes whole texts, and {len(cut)} rows are cut from the middle of longer ones, such "
-                    f"as {source.identifier(cut[0])}: give their source_texts in their place"
-                )
-
-    def _check_sources(self, entries: Sequence[DataSource]) -> None:
-        for entry in entries:
-            if set(entry.tasks) != {"continuation"}:
-                raise ValueError(
-                    f"packed texts are continued: the tasks of source {entry.label!r} must be ['continuation'], got "
-                    f"{list(entry.tasks)}"
-                )
 
     def _example_at(self, index: int) -> dict[str, Any]:
         ids, texts = self._block(int(self.source_of[index]), int(self.turn_of[index]))
@@ -116,9 +98,9 @@ class PackedTexts(CompressionDataset):
                 ids = encode(self.tokenizer, document.text) + [self.end] * self.ends_texts
                 text = _Text(f"generated/{document.kind}/{document.seed}", [], ids)
             else:
-                row, texts = self._row(position, source.num_rows, turn), source.texts("continuation")
-                ids = texts[row].tolist()
-                ids += [self.end] * (bool(ids) and self.ends_texts)
+                row = self._row(position, source.num_rows, turn)
+                ids = source.texts("continuation")[source.text_of("continuation", row)].tolist()
+                ids += [self.end] * (bool(ids) and self.ends_texts and source.ends("continuation", row))
                 text = _Text(source.identifier(row), source.document_ids("continuation", row), ids)
             self._open = ((position, turn), text)
         return self._open[1]
