@@ -177,8 +177,6 @@ class CorpusCompressor:
         place: Any = self.model  # a pipeline that was given is there already
         options: Any = {"base_model": self._base_model, "revision": self._revision}
         model = load_from_place(place, dtype=self.dtype, **options)
-        if "compression_ratios" not in model.config.to_dict():
-            raise ValueError(f"{self.model} is a model of type {model.config.model_type!r}, not a context compressor")
         tokenizer = tokenizer_from_place(place, revision=self._revision)
         device = self.device
         if device == "auto":

@@ -210,6 +210,14 @@ def places(first: int, number: int, rng: random.Random) -> Iterator[int]:
     yield from (other % number for other in range(place + 1, place + number))
 
 
+def generated_document(
+    source: DataSource, seed: int, num_tokens: int, tokenizer: PreTrainedTokenizerBase
+) -> GeneratedDocument:
+    """Generate a document of a source's kind and split in at most so many tokens of this tokenizer."""
+    options = {"kind": source.kind, "split": source.split, "count_tokens": lambda text: len(encode(tokenizer, text))}
+    return generate_document(seed, num_tokens=num_tokens, **options)
+
+
 def draw_document(
     source: DataSource,
     max_tokens: int,
@@ -222,13 +230,7 @@ def draw_document(
     length = rng.randint(min_tokens, max(min_tokens, max_tokens))
     while True:
         try:
-            return generate_document(
-                rng.randrange(10**9),
-                num_tokens=length,
-                kind=source.kind,
-                split=source.split,
-                count_tokens=lambda text: len(encode(tokenizer, text)),
-            )
+            return generated_document(source, rng.randrange(10**9), length, tokenizer)
         except ValueError:
             # A few seeds start with a sentence longer than a very short limit.
             if length >= 8 * MIN_TOKENS and length >= max_tokens:

@@ -7,6 +7,7 @@ import json
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import check_choice
 from ..data.columns import column_of, is_list
-from ..data.rows import PassageText, distinct_texts, read_rows
+from ..data.rows import PassageText, distinct_texts, generated_document, read_rows
 from ..data.sources import COLUMNS, DataSource, parse_sources
-from ..data.synthetic_documents import KINDS, GeneratedDocument, generate_document, split_of
+from ..data.synthetic_documents import KINDS, GeneratedDocument, split_of
 from ..data.yaml_text import read_yaml
 from ..modeling.parts.text_ids import encode
 from ..modeling.text_compressor import split_sentences
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 _NOT_IN_REPORT = ("title", "tasks", "weight", "license")
 _HOPS = {"one_hop": 1, "two_hop": 2}
 _ATTEMPTS = 100
+# Of generated documents and needles, where a source says nothing else.
+_NUM_DOCUMENTS, _DOCUMENT_TOKENS = 100, 128
 RULER = "simonjegou/ruler"
 NEEDLES = "needles"
 NEEDLE_KINDS = ("numbers", "names", "dates")
@@ -46,8 +49,6 @@ def load_datasets(
     domain: str = "in",
     data_dir: str | None = None,
     seed: int = 0,
-    num_documents: int = 100,
-    document_tokens: int = 128,
 ) -> list[EvaluationDataset]:
     """Read the data sets of an evaluation.
 
@@ -57,18 +58,18 @@ def load_datasets(
         tokenizer: measures the length of generated documents and needles, which `seed` draws.
         domain: "in" or "out".
         data_dir: folder that files are relative to.
-        num_documents, document_tokens: number and length of generated documents and needles, where a source has none.
     """
     for place in sources:
         if isinstance(place, str) and (Path(data_dir or ".") / place).is_dir():
             raise ValueError(f"{place!r} is a folder: name its files, such as {place}/*.parquet")
     datasets: list[EvaluationDataset] = []
     for source in parse_sources(sources):
-        length, number = source.document_tokens or document_tokens, source.max_samples or num_documents
+        length = source.document_tokens or _DOCUMENT_TOKENS
         if source.kind == NEEDLES:
+            number = source.max_samples or _NUM_DOCUMENTS
             of_source = [_needles(source, tokenizer, domain, data_dir, seed, number, length)]
         elif source.generated:
-            examples = _generated_examples(source, tokenizer, seed, num_documents, length)
+            examples = _generated_examples(source, tokenizer, seed, length)
             of_source = [EvaluationDataset(data_set_name(source), examples, domain, source.max_samples, source.tasks)]
         else:
             of_source = _read(source, domain, data_dir, seed)
@@ -160,7 +161,7 @@ def _needles(
 
 
 def _generated_examples(
-    source: DataSource, tokenizer: PreTrainedTokenizerBase, seed: int, num_documents: int, num_tokens: int
+    source: DataSource, tokenizer: PreTrainedTokenizerBase, seed: int, num_tokens: int
 ) -> list[dict[str, Any]]:
     if source.config is not None:
         check_choice("kind of generated questions:", source.config, _HOPS)
@@ -169,7 +170,7 @@ def _generated_examples(
     hops = _HOPS.get(source.config or "")
     rng = random.Random(f"{seed}/evaluation")
     examples = []
-    for _ in range(num_documents):
+    for _ in range(_NUM_DOCUMENTS):
         document = _draw_document(source, tokenizer, rng, num_tokens)
         examples += [
             {"context": document.text, "question": question.question, "answers": [question.answer]}
@@ -182,21 +183,11 @@ def _generated_examples(
 def _draw_document(
     source: DataSource, tokenizer: PreTrainedTokenizerBase, rng: random.Random, num_tokens: int
 ) -> GeneratedDocument:
-    attempt = 0
-    while True:
-        attempt += 1
-        try:
-            return generate_document(
-                rng.randrange(2**31),
-                num_tokens=num_tokens,
-                kind=source.kind,
-                split=source.split,
-                count_tokens=lambda text: len(encode(tokenizer, text)),
-            )
-        except ValueError:
-            # With a short limit, the first sentence of some seeds does not fit; the next seed's may.
-            if attempt == _ATTEMPTS:
-                raise
+    # With a short limit, the first sentence of some seeds does not fit; the next seed's may.
+    for _ in range(_ATTEMPTS):
+        with suppress(ValueError):
+            return generated_document(source, rng.randrange(2**31), num_tokens, tokenizer)
+    raise ValueError(f"no generated document fits into {num_tokens} tokens: take more")
 
 
 # --- one fact in running text, asked for at several lengths ---

@@ -40,7 +40,6 @@ def evaluate_model(
     *,
     teacher: PreTrainedModel | None = None,
     model_name: str | None = None,
-    num_parameters: int | None = None,
     progress: bool = True,
     records: Mapping[str, TrainingDocuments | None] | None = None,
     resume_from: EvaluationReport | None = None,
@@ -55,7 +54,6 @@ def evaluate_model(
         model: a compressor's `...ForCausalLM`, or a plain causal language model for the two bounds alone.
         teacher: language model of the two bounds; the compressor's own decoder when `None`.
         model_name: how the report calls the model; the last part of its Hub id or folder when `None`.
-        num_parameters: of the checkpoint, where adapters are merged; the model's when `None`.
         records: by name, the documents that trained and chose the models, which are refused; those beside their
             weights when `None`.
         resume_from: an unfinished report of the same evaluation, whose rows are not scored again.
@@ -109,7 +107,7 @@ def evaluate_model(
     report = EvaluationReport(
         model=name,
         bounds="own_decoder" if teacher is None else "teacher",
-        num_parameters=num_parameters or model.num_parameters(),
+        num_parameters=model.num_parameters(),
         held_out=check_held_out(work, records, settings.allow_trained_documents),
         documents={dataset: " ".join(sorted(ids)) for dataset, ids in documents.items()},
         settings={

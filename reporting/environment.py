@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,6 @@ def environment() -> dict[str, Any]:
     """Hardware and library versions that a result was measured with; never a host name, a user or a path."""
     import torch
 
-    versions: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
     return {
         "cpu": _cpu_name(),
         "cpu_cores": os.cpu_count(),
@@ -29,14 +24,11 @@ def environment() -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "system": platform.system(),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {package: metadata.version(package) for package in _PACKAGES},
     }
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    file = Path("/proc/cpuinfo")
+    name = re.search(r"^model name\s*:\s*(.+)$", file.read_text(encoding="utf-8"), re.M) if file.exists() else None
+    return name[1] if name else platform.processor() or platform.machine()

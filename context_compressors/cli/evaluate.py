@@ -119,7 +119,7 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
     datasets = _datasets(arguments, settings, tokenizer)
     options = {"dtype": arguments.dtype, "device": arguments.device}
     model = load_model(arguments.model, base_model=arguments.base_model, **options)
-    compresses, num_parameters = can_compress(model), model.num_parameters()
+    compresses = can_compress(model)
     if arguments.plots and (settings.bounds_only or not compresses):
         raise ValueError("--plots draws quality by ratio, and nothing is compressed here")
     if arguments.merge_adapters:
@@ -136,7 +136,6 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
         settings,
         teacher=None if arguments.teacher is None else load_model(arguments.teacher, **options),
         model_name=model_label(arguments.model),
-        num_parameters=num_parameters,
         records=_records(arguments, settings, on_hub=compresses),
         resume_from=earlier,
         on_result=write,

@@ -1,12 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers of the comparison answer as `generate` does, and resume."""
+"""Peers of the comparison answer as `generate` does, and resume; those of other libraries where these are installed.
 
+`KVPRESS_PYTHON` and `LLMLINGUA_PYTHON` name interpreters of environments that have the libraries.
+"""
+
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 from comparison_files import questions_file
 from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def answers_of(path: Path) -> list[dict]:
@@ -47,3 +57,31 @@ def test_peers_answer_as_generate_does_and_go_on_where_they_stopped(script, base
     )
     peers.main(["--system", "no_context", "--ratios", "0", "--output", str(tmp_path / "none.jsonl"), *options])
     assert [line["kept_positions"] for line in answers_of(tmp_path / "none.jsonl")] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("library", "system", "ratio"),
+    [("kvpress", "snapkv", 1), ("kvpress", "tova_aware", 2), ("llmlingua", "llmlingua", 2)],
+)
+def test_a_library_keeps_a_share_of_the_context_and_is_answered_from(
+    library: str, system: str, ratio: int, base: Path, tokenizer, tmp_path: Path
+):
+    name = f"{library.upper()}_PYTHON"
+    python = os.environ.get(name) or (importlib.util.find_spec(library) and sys.executable)
+    if not python:
+        pytest.skip(f"{library} is not installed here, and {name} names no environment")
+    file, output = questions_file(tmp_path, tokenizer, 1), tmp_path / "answers.jsonl"
+    options = ["--reader", base, "--base", base, "--dtype", "float32", "--questions", file, "--output", output]
+    command = [python, "-m", "benchmarks.comparison.peers", "--system", system, "--ratios", ratio, *options]
+    subprocess.run(list(map(str, command)), check=True, cwd=ROOT)
+    (line,), question = answers_of(output), json.loads(file.read_text())
+    num_tokens = len(question["context_ids"])
+    assert 0 < line["kept_positions"] < num_tokens + (ratio == 1)
+    if ratio == 1:
+        # Nothing is dropped, and the answer is that of the full text.
+        model = AutoModelForCausalLM.from_pretrained(base)
+        row = torch.tensor([[*question["head_ids"], *question["context_ids"], *question["prompt_ids"]]])
+        written = model.generate(row, max_new_tokens=4, do_sample=False, eos_token_id=257, pad_token_id=257)
+        assert line["kept_positions"] == num_tokens
+        assert line["answer"] == tokenizer.decode(written[0, row.shape[1] :], skip_special_tokens=True).strip()

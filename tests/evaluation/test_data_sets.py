@@ -117,7 +117,7 @@ def test_data_sets_say_what_they_were_read_from_and_no_folder(tokenizer, mrqa):
     }
     (data,) = load_datasets([str(mrqa / "mrqa" / "train.parquet")], tokenizer)
     assert data.source == {"path": "train.parquet"}
-    (data,) = load_datasets(["generated:two_hop#4"], tokenizer, num_documents=2)
+    (data,) = load_datasets(["generated:two_hop#4"], tokenizer)
     assert data.source == {"generated": True, "config": "two_hop", "split": "test", "max_samples": 4}
     (data,) = load_datasets([{"name": str(mrqa / "mrqa"), "split": "train", "where": {"length": 3}}], tokenizer)
     assert (data.name, data.source) == ("mrqa", {"name": "mrqa", "split": "train", "where": {"length": 3}})

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from ...modeling.parts.text_ids import text_tokenizer
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..base_trainer import BaseTrainer, without_metadata
 from ..loading import DEFAULT_METHOD, load_compressor, load_tokenizer
+
+_SIDES = ("query", "document")
 
 
 def contrastive_loss(
@@ -80,7 +82,8 @@ class RetrievalPairs(Dataset):
             self._queries.append(dict(zip(judged.query_ids, judged.queries, strict=True)))
             self._pairs += [(number, *pair) for pair in judged.pairs]
         # Numbers of the different queries and documents.
-        self._keys = {name: number for number, name in enumerate(dict.fromkeys(_names(self._pairs)))}
+        names = [(n, side, name) for n, *pair in self._pairs for side, name in zip(_SIDES, pair, strict=True)]
+        self._keys = {name: number for number, name in enumerate(dict.fromkeys(names))}
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -101,11 +104,6 @@ class RetrievalPairs(Dataset):
         }
 
 
-def _names(pairs: Iterable[tuple[int, str, str]]) -> Iterator[tuple[int, str, str]]:
-    for number, query, document in pairs:
-        yield from ((number, "query", query), (number, "document", document))
-
-
 class RetrievalCollator:
     """Turns examples of [`RetrievalPairs`] into ids and masks of queries and documents, and their keys."""
 
@@ -115,7 +113,7 @@ class RetrievalCollator:
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a batch; ids and masks are `(batch_size, width)`, keys `(batch_size,)`, all int64."""
         batch: dict[str, Any] = {}
-        for side in ("query", "document"):
+        for side in _SIDES:
             rows = [torch.tensor(example[f"{side}_ids"]) for example in examples]
             batch[f"{side}_input_ids"] = pad_sequence(rows, batch_first=True, padding_value=self.pad_token_id)
             batch[f"{side}_attention_mask"] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
@@ -157,8 +155,7 @@ class RetrievalTrainer(BaseTrainer):
 
     def _ratio_loss(self, module: PreTrainedModel, batch: dict[str, Tensor], ratio: int) -> Tensor:
         queries, documents = (
-            module.encode(batch[f"{side}_input_ids"], batch[f"{side}_attention_mask"], ratio)
-            for side in ("query", "document")
+            module.encode(batch[f"{side}_input_ids"], batch[f"{side}_attention_mask"], ratio) for side in _SIDES
         )
         vectors, mask, query_keys, document_keys = gathered(
             documents.vectors, documents.attention_mask, batch["query_keys"], batch["document_keys"]
