@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Soft context compressors: read a long context once, keep a few vectors, answer from those.
 
-Public names are those of `__init__.pyi`. Each is imported from its module at first use, so that `import
-context_compressors` alone loads no torch.
+Public names are those of `__init__.pyi`, each imported at first use: `import context_compressors` loads no torch.
 """
 
 import importlib

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: a language model answers questions about five pages from their text and from memories of it.
-
-    make demo
-    context-compressors demo --pages 2
-
-Everything goes the way that a user of a checkpoint goes: the pipeline with remote code.
-"""
+"""The demo (`make demo`): a model answers questions about five pages from their text and from memories of it."""
 
 from __future__ import annotations
 

@@ -30,10 +30,10 @@ _ROWS_AT_ONCE = 10_000
 
 @dataclass(frozen=True)
 class CorpusJob:
-    """A collection, its compressor and its store, whose rows are left out.
+    """A collection to compress into a store; rows that the store has are left out.
 
-    A worker takes `batch_size` rows at once. Rows are written after `commit_seconds` or `commit_bytes`. `options` are
-    further arguments of [`CorpusCompressor`].
+    `batch_size` rows are compressed at once, and written after `commit_seconds` or `commit_bytes`; `options` are for
+    [`CorpusCompressor`].
     """
 
     inputs: tuple[str, ...]

@@ -12,10 +12,9 @@ import pyarrow
 
 from ..configuration.nearest_names import check_choice
 from ..modeling.memory.compressed_context import CompressedContext
-from ..modeling.memory.memory_quantization import QUANTIZATIONS
 from ..modeling.parts.length_batches import length_batches
 from ..modeling.parts.text_ids import check_texts
-from .memory_columns import STORE_DTYPES, MemoryForm, memory_table
+from .memory_columns import STORE_DTYPES, MemoryForm, in_store_dtype, memory_table
 
 if TYPE_CHECKING:
     from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
@@ -34,21 +33,17 @@ class CorpusCompressor:
     dataset.map_batches(CorpusCompressor, fn_constructor_args=("me/compressor", 4), concurrency=8)  # Ray Data
     ```
 
-    Nothing is loaded before the first batch, and pickling takes the arguments alone: each worker loads its own model.
+    The model is loaded at the first batch. Pickling takes the arguments alone: each worker loads its own model.
 
     Args:
-        model: Hub id or folder of a compressor; or a pipeline that is loaded, which stays in its process.
+        model: Hub id or folder of a compressor, or a loaded pipeline.
         ratio: Context tokens per slot; the checkpoint's default if not given.
-        memory_dtype: Of the slots: "int8", "int4", "int2" or "float16".
+        memory_dtype: "int8", "int4", "int2" or "float16".
         keep_texts: Whether rows have the texts.
         batch_tokens: Tokens that the model reads at once, pads included; a chunk of a text is read whole.
-        device, dtype: Of the model: "auto" is an accelerator if there is one, and the saved type.
-        base_model: Hub id or folder of a light checkpoint's base, if not where the checkpoint says.
+        device, dtype: "auto" is an accelerator if there is one, and the saved type.
+        base_model: Place of a light checkpoint's base, if not where the checkpoint says.
         revision: Branch, tag or commit on the Hub.
-
-    Raises:
-        ValueError: An unknown `memory_dtype`, or `batch_tokens` below 1. On the first batch: no such model or ratio,
-            or a checkpoint that compresses a text together with a question.
     """
 
     def __init__(
@@ -96,13 +91,10 @@ class CorpusCompressor:
         return self._form
 
     def __call__(self, batch: Mapping[str, Sequence[Any] | np.ndarray]) -> pyarrow.Table:
-        """Compress the texts of a batch.
-
-        Args:
-            batch: Columns `id`, `text`, and `metadata` (JSON texts) where there is some.
+        """Compress the columns `id`, `text` and, where there is some, `metadata` (JSON texts) of a batch.
 
         Returns:
-            Rows of a [`MemoryStore`] in the batch's order, and beside them `error`: null, or why a row has no slots.
+            Rows of a [`MemoryStore`] in the batch's order, with the column `error`: null, or why a row has no slots.
         """
         ids, texts = list(map(str, batch["id"])), list(batch["text"])
         described = list(batch.get("metadata", [None] * len(ids)))
@@ -126,7 +118,7 @@ class CorpusCompressor:
         """Compress texts in batches of similar length, the longest first.
 
         Yields:
-            Indices of some texts, and their memory on the CPU in `memory_dtype`, a row for each; or the error.
+            Indices of some texts, and their memory on the CPU in `memory_dtype`; or the error.
         """
         form, good = self.form, []
         for row, text in enumerate(texts):
@@ -141,14 +133,8 @@ class CorpusCompressor:
             batch = waiting.pop()
             result: CompressedContext | Exception
             try:
-                result = self._compress([ids[place] for place in batch])
-                if form.dtype in QUANTIZATIONS:
-                    # Before it is moved, as fewer bytes.
-                    result = result.quantize(form.dtype)
-                else:
-                    result.validate(finite=True)
-                    result = result.to(dtype=form.dtype)
-                result = result.to("cpu")
+                # In the store's type it is moved as fewer bytes.
+                result = in_store_dtype(self._compress([ids[place] for place in batch]), form.dtype).to("cpu")
             except Exception as error:  # whatever is wrong with a row, the others are not lost
                 if len(batch) > 1:
                     waiting += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of a collection: Parquet and JSONL files, text files, folders of these, Hub data sets.
 
-A collection is cut into parts that processes read apart. What a row is called depends on its place alone, so that a
-run that is taken up again knows it.
+Processes read parts of it. A row's name depends on its place alone, so that a run that is taken up again knows it.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ class CorpusColumns:
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """Rows that one process reads: a file (".jsonl", "text"), a row group (".parquet"), or a shard ("hub").
-
-    Ids begin with `name`; `path` is the file, or a data set's split.
-    """
+    """Rows that one process reads: a file (".jsonl", "text"), a row group (".parquet"), or a shard ("hub")."""
 
     kind: str
     name: str

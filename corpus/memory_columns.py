@@ -34,8 +34,7 @@ class MemoryForm:
     Args:
         shape: of one slot: `(hidden_size,)` for embeddings, `(num_layers, 2, num_heads, head_dim)` for key/values.
         inverse_frequencies: rotation frequencies of the keys, `(head_dim / 2,)`, or nothing.
-        has_head_ids: heads keep unlike numbers of key/values.
-        has_coarsest_ratios: each pair has the coarsest ratio that keeps it.
+        has_head_ids, has_coarsest_ratios: fields with an entry for each pair of key and value.
     """
 
     model_id: str
@@ -135,6 +134,15 @@ class MemoryForm:
         return pyarrow.schema(fields, metadata={"context_compressors": self.to_json()})
 
 
+def in_store_dtype(memory: CompressedContext, dtype: str) -> CompressedContext:
+    """Return a memory in one of `STORE_DTYPES`; `ValueError` for values that are not finite in it."""
+    if dtype in QUANTIZATIONS:
+        return memory.quantize(dtype)
+    memory = memory.to(dtype=dtype)
+    memory.validate(finite=True)
+    return memory
+
+
 def memory_table(
     form: MemoryForm,
     ids: Sequence[str],
@@ -157,12 +165,7 @@ def memory_table(
 def _memory_columns(memory: CompressedContext, form: MemoryForm) -> dict[str, pyarrow.Array]:
     """A memory's columns, but for id, text and metadata."""
     form.check(MemoryForm.of(memory, form.dtype))
-    memory = memory.to("cpu")
-    if form.dtype in QUANTIZATIONS:
-        memory = memory.quantize(form.dtype)
-    else:
-        memory = memory.to(dtype=form.dtype)
-        memory.validate(finite=True)
+    memory = in_store_dtype(memory.to("cpu"), form.dtype)
     schema, counts = form.schema, memory.num_slots.numpy()
     slots = carrier_tensors(memory)
     if memory.scales is not None:

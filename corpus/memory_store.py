@@ -37,8 +37,8 @@ def import_lance() -> Any:
 class MemoryStore:
     """Memories of one compressor by id, with their texts and metadata, in a Lance data set.
 
-    Every change makes a new version at once or not at all, so that a process that is killed leaves the last one. A
-    `MemoryStore` reads the version that it was opened at until `refresh`; its own changes refresh it.
+    Each change is a new version, made whole or not at all. A store reads the version that it was opened at until it
+    changes something or `refresh` is called.
 
     ```python
     store = MemoryStore.create("pages.lance", memory, dtype="int8")
@@ -61,7 +61,7 @@ class MemoryStore:
         Args:
             path: its folder, or an address that Lance knows, such as `s3://bucket/pages.lance`.
             memory: any memory of the compressor; it is not added.
-            dtype: of the slots: "int8", "int4", "int2" or "float16".
+            dtype: "int8", "int4", "int2" or "float16".
         """
         if (store := cls._create(path, MemoryForm.of(memory, dtype))) is None:
             raise ValueError(f"there is a store {path} already: open it, or take another name")
@@ -128,16 +128,9 @@ class MemoryStore:
         texts: Sequence[str | None] | None = None,
         metadata: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> None:
-        """Append memories, as one new version.
+        """Append memories as one new version in the store's type, each row with an id, a text and metadata (as JSON).
 
-        Args:
-            ids: a name for each row of the memory.
-            memory: of the store's model; it is brought to the store's type.
-            texts: of each row, for retrievers and for people.
-            metadata: of each row, as JSON holds it.
-
-        Raises:
-            ValueError: an id that stands twice or is there already, another model's memory, or one that is not finite.
+        `ValueError` for an id that is there or stands twice, another model's memory, or one that is not finite.
         """
         counts = Counter(ids)
         if len(counts) < len(ids):
@@ -171,10 +164,7 @@ class MemoryStore:
         return memory_table(self.form, ids, memory, texts, described)
 
     def append(self, table: pyarrow.Table) -> int:
-        """Append rows of `table_of` as one new version, but for those whose id is there already; returns their number.
-
-        Any number of processes may do so at once: of rows with one id, one is kept.
-        """
+        """Append rows of `table_of` whose ids are new, and return their number; many processes may do so at once."""
         if not len(table):
             return 0
         first = {name: row for row, name in reversed(list(enumerate(table["id"].to_pylist())))}

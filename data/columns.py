@@ -23,10 +23,7 @@ def with_our_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
 
 
 def with_known_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
-    """Give the columns of published data sets our names, see `published_sets`, where the source maps none to these.
-
-    Of the options of RACE, QuAIL and QuALITY, the right one is the answer.
-    """
+    """Give known columns of published data sets our names; of options, the right one is the answer."""
     mapped = source.columns or {}
     table = _with_right_options(table, mapped)
     for known in KNOWN_COLUMNS:
@@ -63,18 +60,19 @@ def _with_right_options(table: pyarrow.Table, mapped: Mapping[str, str]) -> pyar
 
 
 def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
-    """Make texts of contexts that are passages with `title` and `sentences`, as in HotpotQA and 2WikiMultihopQA.
+    """Make texts, or with `separate_passages` lists, of contexts with `title` and `sentences`, or with `contexts`.
 
-    Blank lines stand between passages, or `separate_passages` makes a list. PubMedQA's `contexts` become lines. With
-    `supporting_passages` those alone are taken that `supporting_facts` names, as in the mean-pooling paper (A.1): by
-    their number where it has `passage`, else by their title.
+    `supporting_passages` takes those alone that `supporting_facts` names by number or title (mean-pooling paper, A.1).
     """
     if not all(has_column(table, f"context.{name}") for name in ("title", "sentences")):
         if source.supporting_passages:
             raise ValueError(f"source {source.label!r} has no passages with `title` and `sentences` as its contexts")
         if has_column(table, "context.contexts"):
             parts = _part(table, "context.contexts")
-            return with_columns(table, {"context": joined_lists(parts, "\n")})
+            kind = parts.type.value_type
+            # There is no kernel for lists with room for more.
+            joined = pyarrow.compute.binary_join(parts.cast(pyarrow.list_(kind)), pyarrow.scalar("\n", kind))
+            return with_columns(table, {"context": joined})
         return table
     named: list[Any] = [None] * table.num_rows
     by_number = has_column(table, "supporting_facts.passage")
@@ -154,13 +152,6 @@ def has_value(column: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
     else:
         return pyarrow.compute.invert(column.is_null(nan_is_null=True))
     return pyarrow.compute.fill_null(filled, False)
-
-
-def joined_lists(lists: pyarrow.ChunkedArray, between: str) -> pyarrow.ChunkedArray:
-    """Each row's texts as one, with a text between them."""
-    kind = lists.type.value_type
-    # There is no kernel for lists with room for more.
-    return pyarrow.compute.binary_join(lists.cast(pyarrow.list_(kind)), pyarrow.scalar(between, kind))
 
 
 def is_list(kind: pyarrow.DataType) -> bool:

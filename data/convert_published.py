@@ -197,10 +197,7 @@ def passage_rows(records: Iterable[Record], folder: Path | None, split: str) -> 
 
 
 def retrieved_passage_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
-    """NaturalQuestions with retrieved documents: of "Lost in the middle" as they lie, or 20 of DPR's for a question.
-
-    Of DPR, the first document with the answer stands among 19 without it, at a place that the question draws.
-    """
+    """Yield NaturalQuestions with retrieved documents, or of DPR's the first right one among 19 others."""
     for record in records:
         passages = record.get("ctxs")
         gold = [passage for passage in passages or () if passage.get("isgold")]

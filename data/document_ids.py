@@ -59,10 +59,7 @@ def record_file(place: str | os.PathLike[str], name: str, on_hub: bool = False) 
 
 @dataclass
 class TrainingDocuments:
-    """Ids of the documents that trained a checkpoint and chose it, in all stages; generated ones are not among them.
-
-    `is_whole` is False after a stage that left no record.
-    """
+    """Ids of the documents that trained and chose a checkpoint in all stages; `is_whole` unless one left no record."""
 
     trained: set[str] = field(default_factory=set)
     chose: set[str] = field(default_factory=set)

@@ -16,24 +16,19 @@ import pyarrow.parquet
 
 from ..configuration.nearest_names import check_choice, nearest
 from .columns import with_columns, with_our_columns
-from .sources import COLUMNS, FILE_TYPES, TEXT_FILES
+from .sources import COLUMNS, FILE_TYPES, RETRIEVAL_COLUMNS, TEXT_FILES
 
 _ID_COLUMNS = ("id", "query_id", "doc_id")
 # What training, evaluation and retrieval read of a table.
-_READ_COLUMNS = (*_ID_COLUMNS, *COLUMNS, "query", "title", "score", "source_texts")
+_READ_COLUMNS = (*COLUMNS, *RETRIEVAL_COLUMNS, "source_texts")
 _ROWS_AT_ONCE = 10_000
 UNREADABLE = (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError)
 
 
 def read_files(source: Any, data_dir: str | None = None) -> pyarrow.Table:
     """Read the file of a source, or all files of its pattern, with our names for the columns that it maps."""
-    paths = matching_paths(source.path, data_dir)
-    if not paths:
-        pattern = Path(data_dir or ".").expanduser() / source.path
-        names = [entry.name for entry in pattern.parent.glob("*")]
-        raise ValueError(f"source {source.path!r}: there is no file {pattern}{nearest(pattern.name, names)}")
     tables = []
-    for path in map(Path, paths):
+    for path in existing_paths(source, data_dir):
         check_choice(f"file type of {path}:", path.suffix, FILE_TYPES)
         try:
             tables += [with_our_columns(table, source) for table in _tables(path)]
@@ -42,6 +37,16 @@ def read_files(source: Any, data_dir: str | None = None) -> pyarrow.Table:
     if not tables:
         raise ValueError(f"source {source.path!r} has no rows")
     return _merged(tables, source)
+
+
+def existing_paths(source: Any, data_dir: str | None = None) -> list[Path]:
+    """Return the files of a source; `ValueError` names the nearest one where there is none."""
+    paths = matching_paths(source.path, data_dir)
+    if not paths:
+        pattern = Path(data_dir or ".").expanduser() / source.path
+        names = [entry.name for entry in pattern.parent.glob("*")]
+        raise ValueError(f"source {source.path!r}: there is no file {pattern}{nearest(pattern.name, names)}")
+    return list(map(Path, paths))
 
 
 def matching_paths(pattern: str, data_dir: str | None = None) -> list[str]:
@@ -81,10 +86,7 @@ def record_tables(records: Iterable[Mapping[str, Any]], num_rows: int, place: ob
 
 
 def read_records(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Read the records of a Parquet, JSON or TSV file, one after the other; other files are JSON lines.
-
-    Of a JSON file these are the members of its list, of the list `data` in it, or of a mapping from names to records.
-    """
+    """Yield the records of a Parquet, JSON (a list, its `data`, or a mapping from names), TSV or JSON Lines file."""
     number = 0
     try:
         for record in _records(path):

@@ -47,10 +47,7 @@ def load_prompts(path: str | None = None) -> Mapping[str, tuple[str, ...]]:
 def format_prompt(
     task: str, question: str = "", *, rng: random.Random | None = None, path: str | Mapping[str, str] | None = None
 ) -> str:
-    """Fill a template of a task: the canonical one, or the one that `rng` draws.
-
-    `path` is a file of templates, the name of a packaged one, or one template for each task.
-    """
+    """Fill a task's template, the canonical one or one that `rng` draws, of a file, a packaged name or a mapping."""
     prompts = {name: (text,) for name, text in path.items()} if isinstance(path, Mapping) else load_prompts(path)
     templates: Sequence[str] = prompts[task]
     template = templates[0] if rng is None else rng.choice(templates)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The register of published data sets, `published_sets.yaml`: places, licenses, and names of columns.
-
-Training and evaluation read these columns under our names (`data.columns`); `convert_published` makes files of others.
-"""
+"""The register of published data sets, `published_sets.yaml`: places, licenses, and names of columns."""
 
 from __future__ import annotations
 
@@ -24,11 +21,10 @@ class PublishedSet:
     """A data set as it is published.
 
     Args:
-        hub: its repository on the Hub; `None` where it lies elsewhere, or as a script that `datasets` no longer runs.
+        hub, home: its repository on the Hub, or where its files are published.
         columns: our column -> its own, with dots into structs.
         rows: function of `convert_published` that makes rows of its records, where these are not rows.
-        keeps: further columns of a converted file, null where the published form at hand lacks them.
-        home: where its files are published, if not on the Hub.
+        keeps: further columns of a converted file.
         tables: the tables of the papers that need it.
     """
 

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retrieval collections of a recipe: a corpus, queries, and which documents answer which query.
+"""Retrieval collections of a recipe, three tables each: `corpus`, `queries` and `relevance`.
 
-A source is three tables, each a Parquet or JSONL file or a data set on the Hub: `corpus` (id, text, perhaps title),
-`queries` (id, query), and `relevance` (query_id, doc_id, perhaps score, where above 0 is relevant).
+Columns are `id`, `text` and perhaps `title`; `id` and `query`; `query_id`, `doc_id` and perhaps a `score` above 0.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import as_spelled_now, check_choice, nearest
 from ..modeling.parts.text_ids import context_end_ids, context_start_ids, encode
-from .files import matching_paths, read_records
+from .files import existing_paths, read_records
+from .sources import DataSource
 
 # Our column -> BEIR's, in each of its tables.
 _BEIR_COLUMNS: Mapping[str, Mapping[str, str]] = {
@@ -27,57 +28,13 @@ _BEIR_COLUMNS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def _from_mapping(kind: type, what: str, mapping: Any) -> Any:
-    if not isinstance(mapping, Mapping):
-        raise ValueError(f"{what} must be a mapping, got {mapping!r}")
-    for key in mapping:
-        check_choice(f"field of {what}:", key, [field.name for field in fields(kind)])
-    return kind(**mapping)
-
-
-@dataclass(frozen=True)
-class RetrievalTable:
-    """One of the three tables of a source: a data set on the Hub (`name`), or a file relative to `data_dir` (`path`).
-
-    `columns` maps our column to the table's own, where they differ.
-    """
-
-    name: str | None = None
-    path: str | None = None
-    config: str | None = None
-    split: str = "train"
-    columns: Mapping[str, str] | None = None
-
-    @property
-    def label(self) -> str:
-        """Return the name to show: Hub name or path."""
-        return str(self.name or self.path)
-
-    def column(self, ours: str) -> str:
-        """Return the table's own name of a column."""
-        return (self.columns or {}).get(ours, ours)
-
-    def rows(self, data_dir: str | None) -> Iterator[Mapping[str, Any]]:
-        """Yield the rows, one after the other."""
-        if self.name is not None:
-            from datasets import load_dataset
-
-            yield from load_dataset(self.name, self.config, split=self.split)
-            return
-        paths = matching_paths(str(self.path), data_dir)
-        if not paths:
-            raise ValueError(f"{self.label!r}: there is no file {Path(data_dir or '.').expanduser() / str(self.path)}")
-        for path in paths:
-            yield from read_records(Path(path))
-
-
 @dataclass(frozen=True)
 class RetrievalSource:
     """One entry of a retrieval recipe's `sources`: its tables, and license, Hub id and title for the model card."""
 
-    corpus: RetrievalTable
-    queries: RetrievalTable
-    relevance: RetrievalTable
+    corpus: DataSource
+    queries: DataSource
+    relevance: DataSource
     license: str | None = None
     hub_id: str | None = None
     title: str | None = None
@@ -93,9 +50,11 @@ class RetrievalSource:
         for name in _BEIR_COLUMNS:
             if name not in mapping:
                 raise ValueError(f"a source of retrieval needs {', '.join(_BEIR_COLUMNS)}: there is no {name!r}")
-        tables = {name: _from_mapping(RetrievalTable, f"the {name}", mapping[name]) for name in _BEIR_COLUMNS}
+        tables = {name: DataSource.from_mapping(mapping[name], needs_tasks=False) for name in _BEIR_COLUMNS}
         entry = {as_spelled_now(key): value for key, value in {**mapping, **tables}.items()}
-        return _from_mapping(cls, "a source of retrieval", entry)
+        for key in entry:
+            check_choice("field of a source of retrieval:", key, cls.__dataclass_fields__)
+        return cls(**entry)
 
     @classmethod
     def from_beir(cls, place: str | os.PathLike[str], split: str = "test") -> RetrievalSource:
@@ -103,23 +62,18 @@ class RetrievalSource:
         folder, columns = Path(place), _BEIR_COLUMNS
         if not folder.is_dir():
             name = os.fspath(place)
-            corpus, queries = (
-                RetrievalTable(name, config=n, split=n, columns=columns[n]) for n in ("corpus", "queries")
-            )
-            return cls(corpus, queries, RetrievalTable(name, split=split, columns=columns["relevance"]))
+            corpus, queries = (DataSource(name, config=n, split=n, columns=columns[n]) for n in ("corpus", "queries"))
+            return cls(corpus, queries, DataSource(name, split=split, columns=columns["relevance"]))
         check_choice(f"split of {place}:", split, sorted(path.stem for path in folder.glob("qrels/*.tsv")))
         files = {"corpus": "corpus.jsonl", "queries": "queries.jsonl", "relevance": f"qrels/{split}.tsv"}
         corpus, queries, relevance = (
-            RetrievalTable(path=str(folder / file), columns=columns[name]) for name, file in files.items()
+            DataSource(path=str(folder / file), columns=columns[name]) for name, file in files.items()
         )
         return cls(corpus, queries, relevance)
 
 
 class JudgedQueries:
-    """The queries of a source that have a relevant document, with document id -> grade, and its corpus as a stream.
-
-    `pairs` are ids of a query and of a document that answers it, in the order of the relevance table.
-    """
+    """The queries of a source with document id -> grade, `pairs` of both in order, and the corpus as a stream."""
 
     def __init__(self, source: RetrievalSource | Mapping[str, Any], data_dir: str | None = None):
         self._source = source if isinstance(source, RetrievalSource) else RetrievalSource.from_mapping(source)
@@ -140,31 +94,39 @@ class JudgedQueries:
         self.grades = list(by_query.values())
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        """Yield the id and text, title in front, of each document; of a file, only ids stay in memory."""
+        """Yield the id and text, title in front, of each document."""
         for key, text, title in _texts("text", self._source.corpus, self._data_dir):
             yield key, f"{title or ''} {text}".strip()
 
 
-def _texts(column: str, table: RetrievalTable, data_dir: str | None) -> Iterator[tuple[str, str, str | None]]:
-    """Yield id, text and title of each row of a table; `ValueError` for an id that comes again."""
-    id_column, text_column, title_column = (table.column(ours) for ours in ("id", column, "title"))
-    seen: set[str] = set()
-    for number, row in enumerate(table.rows(data_dir)):
+def _rows(table: DataSource, data_dir: str | None) -> Iterator[Mapping[str, Any]]:
+    if table.name is not None:
+        yield from datasets.load_dataset(table.name, table.config, split=table.split)
+        return
+    for path in existing_paths(table, data_dir):
+        yield from read_records(path)
+
+
+def _own_names(table: DataSource, *ours: str) -> list[str]:
+    """Return a table's own names of columns."""
+    return [(table.columns or {}).get(name, name) for name in ours]
+
+
+def _texts(column: str, table: DataSource, data_dir: str | None) -> Iterator[tuple[str, str, str | None]]:
+    """Yield id, text and title of each row of a table."""
+    id_column, text_column, title_column = _own_names(table, "id", column, "title")
+    for number, row in enumerate(_rows(table, data_dir)):
         key, text = row.get(id_column), row.get(text_column)
         place = f"{table.label!r}: row {number} (counted from 0)"
         if key is None or not isinstance(text, str):
             raise ValueError(f"{place} needs {id_column!r} and a text in {text_column!r}{nearest(text_column, row)}")
-        key = str(key)
-        if key in seen:
-            raise ValueError(f"{place} has the id {key!r} again")
-        seen.add(key)
-        yield key, text, row.get(title_column)
+        yield str(key), text, row.get(title_column)
 
 
-def _grades(table: RetrievalTable, data_dir: str | None) -> Iterator[tuple[str, str, float]]:
+def _grades(table: DataSource, data_dir: str | None) -> Iterator[tuple[str, str, float]]:
     """Yield query id, document id and grade of the pairs with a grade above 0."""
-    query, document, score = (table.column(ours) for ours in ("query_id", "doc_id", "score"))
-    for row in table.rows(data_dir):
+    query, document, score = _own_names(table, "query_id", "doc_id", "score")
+    for row in _rows(table, data_dir):
         if missing := [name for name in (query, document) if name not in row]:
             raise ValueError(f"{table.label!r} has no column {missing[0]!r}{nearest(missing[0], row)}")
         if (grade := float(row.get(score, 1))) > 0:

@@ -65,10 +65,7 @@ def as_text(context: str | Sequence[str]) -> str:
 
 
 def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) -> pyarrow.Table:
-    """Read the rows of a file or Hub source, in our columns, and check that its tasks have theirs.
-
-    Without tasks, texts or contexts are needed alone. `seed` draws the rows that `max_samples` keeps.
-    """
+    """Read the rows of a file or Hub source in our columns; `ValueError` where its tasks lack theirs."""
     if source.streaming:
         table = _streamed(source)
     else:
@@ -156,7 +153,7 @@ def _text_columns(source: DataSource, columns: Sequence[str]) -> list[str]:
 
 
 def with_values(table: pyarrow.Table, column: str, source: Any) -> pyarrow.Table:
-    """Check a column that a task reads, and take nulls and blank texts out of its lists.
+    """Take nulls and blank texts out of a column's lists; `ValueError` for a row without a value.
 
     A context may be blank, and so may a benchmark's question.
     """
@@ -242,10 +239,10 @@ def draw_document(
 
 
 class TextColumn:
-    """The distinct texts of a column as integer arrays, each tokenized when it is asked for; the first ones are kept.
+    """The distinct texts of a column as integer arrays, tokenized when they are asked for; the first ones are kept.
 
-    `text_of_row` has the place of each row's text. A column that is not shared stays where it is, which for a data set
-    of the Hub is a memory-mapped file.
+    `text_of_row` has the place of each row's text. A column that is not shared stays where it is, such as a mapped
+    file.
     """
 
     def __init__(self, column: pyarrow.ChunkedArray, tokenizer: PreTrainedTokenizerBase, is_shared: bool):
@@ -289,10 +286,7 @@ class TextColumn:
 
 
 class FileSource:
-    """Rows of a file or Hub source, their texts tokenized once however many questions share them.
-
-    Pickled, it is its arguments, and reads the rows again.
-    """
+    """Rows of a file or Hub source, whose texts are tokenized once. Pickled, it is its arguments."""
 
     def __init__(self, source: DataSource, data_dir: str | None, seed: int, tokenizer: PreTrainedTokenizerBase):
         self._made_of = (source, data_dir, seed, tokenizer)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sources of training and evaluation: Hub data sets, local Parquet, JSONL or text files, and generated documents.
+"""Data sources of training and evaluation: Hub data sets, local files, and generated documents.
 
-A source is a mapping such as `{path: qa_squad_train.parquet, tasks: [question_answering], weight: 2}`, or a text, see
-`parse_sources`. Rows have the columns `context` with `question` and `answers`, `context` with `summary`, or `text`.
+Rows have the columns `context` with `question` and `answers`, `context` with `summary`, or `text`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from .yaml_text import parse_yaml, read_yaml
 # What a benchmark says of a question beside it, in the names of kvpress.
 BENCHMARK_COLUMNS = ("task", "answer_prefix", "max_new_tokens", "all_classes", "length")
 COLUMNS = ("id", "context", "question", "answers", "summary", "text", *BENCHMARK_COLUMNS)
+RETRIEVAL_COLUMNS = ("title", "query", "query_id", "doc_id", "score")
 # One text each, in UTF-8.
 TEXT_FILES = (".txt", ".md")
 FILE_TYPES = (".parquet", ".jsonl", ".json", *TEXT_FILES)
@@ -34,27 +34,22 @@ class DataSource:
         name: a data set on the Hub, or a folder that `datasets` reads as one.
         path: file, or pattern such as `text_*_train.parquet`, relative to `data_dir`.
         generated: documents of `synthetic_documents` instead of a file.
-        config: the Hub data set's configuration; of generated documents in an evaluation, "one_hop" or "two_hop"
-            questions alone.
+        config: the Hub data set's configuration; of generated documents in an evaluation, "one_hop" or "two_hop".
         split: the Hub data set's split, or of generated documents: "train" or "test".
         tasks: among `TASKS`; in an evaluation, those that the columns allow when none are named.
         weight: how often it is drawn, relative to the other sources; its number of rows when no source has a weight.
         max_samples: keep a fixed random choice of so many rows; of a stream without `rows` the first ones.
-        where: keep rows with one of these values, e.g. `{subset: [HotpotQA, NewsQA]}`, or a number in a range, e.g.
-            `{length: {from: 4000, below: 8000}}`, with dots into structs.
+        where: keep rows with one of these values, `{subset: [HotpotQA]}`, or `{length: {from: 4000, below: 8000}}`.
         rows: `[first, end]`, counted from 0 among the rows that `where` keeps, the end not included.
         streaming: read a Hub data set from its start as far as `rows` or `max_samples` say, and download no more.
         skip_incomplete: leave out rows that lack what the tasks need, and log their number; else they are refused.
         supporting_passages: of HotpotQA and 2WikiMultihopQA, only the passages that the answer follows from.
-        separate_passages: passages, or the contexts that `contexts_per_document` joins, are compressed one by one. A
-            column `context` of lists of texts always is.
+        separate_passages: passages, or the contexts that are joined, are compressed one by one, as lists of texts are.
         by: in an evaluation, a data set of its own for each value of this column.
         kind: only this kind of generated document; in an evaluation also "needles".
         document_tokens: in an evaluation, length of generated documents and of needles' contexts.
-        contexts_per_document: of questions: join up to so many neighbouring contexts, a number drawn for each example,
-            with blank lines between them, as far as they fit.
-        columns: our column -> the source's, with dots into structs, e.g. `{context: passage, answers: reply.text}`.
-            Those of well-known data sets are found, see `data.published_sets`.
+        contexts_per_document: of questions: join up to so many neighbouring contexts, as far as they fit.
+        columns: our column -> the source's, with dots into structs, where it is not of a published set.
         license, hub_id, title: of the data set, for reports and the model card.
     """
 
@@ -94,7 +89,7 @@ class DataSource:
         if self.streaming and (self.name is None or (self.rows is None and self.max_samples is None)):
             raise ValueError(f"streaming of source {self.label!r} needs a data set's name, and rows or max_samples")
         for column in self.columns or {}:
-            check_choice(f"column of source {self.label!r}:", column, COLUMNS)
+            check_choice(f"column of source {self.label!r}:", column, (*COLUMNS, *RETRIEVAL_COLUMNS))
 
     @property
     def label(self) -> str:
@@ -127,9 +122,8 @@ def parse_sources(entries: Sequence[str | DataSource | Mapping[str, Any]], split
     """Read sources in any of their forms.
 
     Args:
-        entries: mappings as in a recipe; such a mapping as a text, `{name: mrqa-workshop/mrqa, by: subset}`; a YAML
-            file with a list of entries, or a recipe's `sources`; or the short form `[TITLE=]PLACE[#MAX_SAMPLES]`,
-            where the place is a file, `HUB_NAME[:CONFIG][@SPLIT]`, or `generated[:KIND]`.
+        entries: mappings as in a recipe, also as text; YAML files with a list of entries or a recipe's `sources`; or
+            `[TITLE=]PLACE[#MAX_SAMPLES]`: a file, `HUB_NAME[:CONFIG][@SPLIT]`, or `generated[:KIND]`.
         split: of sources that name none.
     """
     sources = []

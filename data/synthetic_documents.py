@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated documents: plain-English records with questions whose answers stand in the text.
+"""Generated documents: registers, inventories, timetables and ledgers with questions that have one answer each.
 
-Compressors differ on them after minutes of training. Each document is a biography register, an inventory, a timetable
-or a ledger, made from a seed alone. A question has one answer; the splits share no name and no value.
+Compressors differ on them after minutes of training. The splits share no name and no value.
 """
 
 from __future__ import annotations

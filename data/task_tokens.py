@@ -16,10 +16,7 @@ NUM_SENTINELS = 100
 
 
 def add_task_tokens(tokenizer: PreTrainedTokenizerBase, names: Sequence[str] = TASK_TOKENS) -> dict[str, int]:
-    """Make task tokens special tokens of a tokenizer, and return token -> id.
-
-    The base's embedding table is left alone: a compressor has its own parameters for them (`config.task_token_ids`).
-    """
+    """Make task tokens special tokens of a tokenizer, whose base's table stays as it is, and return token -> id."""
     known = set(tokenizer.all_special_tokens)
     missing = [name for name in names if name not in known]
     if missing:

@@ -56,10 +56,7 @@ def kept_words(
 
 @torch.inference_mode()
 def self_information(model: PreTrainedModel, start_token_id: int, context_ids: Sequence[int]) -> list[float]:
-    """Return the surprise in nats of each token of a context to a compressor's base.
-
-    LLMLingua drops tokens by it (Jiang et al., 2023), in windows and with budgets by passage, which are left out here.
-    """
+    """Return the surprise in nats of each token of a context to a compressor's base (Jiang et al., 2023)."""
     ids = torch.tensor([[start_token_id, *context_ids]], device=model.device)
     with model.base_language_model():
         states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
@@ -96,11 +93,7 @@ def _index(tokenizer: PreTrainedTokenizerBase, context_ids: tuple[int, ...]) -> 
 
 
 class BM25Index:
-    """BM25 of texts with bm25s' defaults and English stop words, held in memory.
-
-    Args:
-        texts: those that questions are compared with.
-    """
+    """BM25 of texts with bm25s' defaults and English stop words, held in memory."""
 
     def __init__(self, texts: Sequence[str]):
         import bm25s

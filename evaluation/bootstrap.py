@@ -75,12 +75,9 @@ def resampled_scores(
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
 ) -> dict[Key, np.ndarray]:
-    """Scores of bootstrap resamples: as many documents as there are, drawn with replacement.
+    """Return scores `(num_resamples,)` of each statistic over documents that are drawn with replacement.
 
     A resample is the same for all statistics, so that differences and ratios may be taken resample by resample.
-
-    Returns:
-        For each statistic its scores, `(num_resamples,)`.
     """
     columns = np.concatenate([statistic.values for statistic in statistics.values()], axis=1)
     numbers = {document: number for number, document in enumerate(dict.fromkeys(documents))}
@@ -98,20 +95,14 @@ def resampled_scores(
 def interval_of_mean(
     mean: float, intervals: Sequence[Sequence[float]], weights: Sequence[float] | None = None
 ) -> tuple[float, float]:
-    """Both ends of a mean's interval, from those of its parts as independent ones.
-
-    Half its width is the root of the summed squares of theirs, each times its part's weight; NaN where one has none.
-    """
+    """Return the ends of a mean's interval from those of its independent parts; NaN where one has none."""
     weights = weights or [1 / len(intervals)] * len(intervals)
     half = math.hypot(*(weight * (high - low) / 2 for weight, (low, high) in zip(weights, intervals, strict=True)))
     return mean - half, mean + half
 
 
 def wilson_interval(num_right: int, number: int) -> tuple[float, float]:
-    """The 95 % interval of a share, in percent.
-
-    Source: Wilson (1927), "Probable inference, the law of succession, and statistical inference".
-    """
+    """Return the 95 % interval of a share, in percent (Wilson, 1927)."""
     share, squared = num_right / number, _WIDTH**2
     centre = (share + squared / (2 * number)) / (1 + squared / number)
     half = _WIDTH / (1 + squared / number) * math.sqrt(share * (1 - share) / number + squared / (4 * number**2))
@@ -151,16 +142,9 @@ def percentile_interval(scores: np.ndarray) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Difference between two conditions or systems on the same samples.
+    """Difference between two conditions or systems on the same samples: `first` minus `second`.
 
-    Args:
-        metric: what was scored; of a perplexity, everything is in nats per token.
-        first, second: means of both, over their seeds.
-        difference: first minus second.
-        interval: its 95 % bootstrap interval, over documents, and over seeds where there are several.
-        num_samples, num_documents: of a seed.
-        num_seeds: runs of the first and of the second one.
-        first_interval, second_interval: as `interval`, of one alone.
+    Intervals are 95 % bootstrap intervals over documents and seeds. A perplexity is compared in nats per token.
     """
 
     metric: str
@@ -190,8 +174,6 @@ def paired_difference(
     seed: int = 0,
 ) -> PairedDifference:
     """Compare two conditions or systems on the very same samples of one data set and task.
-
-    A resample draws documents with replacement, the same ones for both, and of several seeds runs.
 
     Args:
         first: answers of the samples, or a list of such, one for each seed.

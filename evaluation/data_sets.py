@@ -53,8 +53,7 @@ def load_datasets(
     """Read the data sets of an evaluation.
 
     Args:
-        sources: in any form that `parse_sources` takes; one with `by` becomes a data set for each value of that
-            column, one of kind "needles" contexts of one length.
+        sources: in any form that `parse_sources` takes.
         tokenizer: measures the length of generated documents and needles, which `seed` draws.
         domain: "in" or "out".
         data_dir: folder that files are relative to.
@@ -230,12 +229,10 @@ def needle_examples(
     num_needles: int,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Contexts of running text with one needle each, at a place drawn uniformly between two sentences.
+    """Return contexts of running text with one needle each, at a place drawn uniformly between two sentences.
 
-    A context has at most `num_tokens` tokens and goes on in the next text. All lengths have the same needles.
-
-    Returns:
-        Rows with `id` (kind and number), `context`, `question`, `answers` and `source_texts`.
+    Rows have `id` (kind and number), `context` of at most `num_tokens` tokens, `question`, `answers` and
+    `source_texts`.
     """
     examples = []
     for number in range(num_needles):

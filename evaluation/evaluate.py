@@ -18,7 +18,7 @@ from ..modeling.parts.base_precision import trained_base_weights
 from ..modeling.parts.prompting import context_opening
 from ..modeling.parts.text_ids import text_tokenizer
 from ..reporting.result_files import rounded
-from .held_out import Sources, add_record, check_held_out, check_sources
+from .held_out import Sources, add_record, check_sources
 from .metrics import BertScorer
 from .report import EvaluationReport
 from .results import add_results, samples_digest
@@ -47,25 +47,21 @@ def evaluate_model(
 ) -> EvaluationReport:
     """Score a model on data sets: without context, with full context, and a compressor at every ratio.
 
-    All conditions see the same samples and the same prompt, the first template of each task. Answers and summaries are
-    written greedily; reconstructions and continuations are scored token by token given the right text before.
+    All conditions see the same samples and prompts. Answers and summaries are written greedily; reconstructions and
+    continuations are scored token by token given the right text before.
 
     Args:
         model: a compressor's `...ForCausalLM`, or a plain causal language model for the two bounds alone.
         teacher: language model of the two bounds; the compressor's own decoder when `None`.
         model_name: how the report calls the model; the last part of its Hub id or folder when `None`.
-        records: by name, the documents that trained and chose the models, which are refused; those beside their
-            weights when `None`.
+        records: by name, the documents that trained and chose the models; those beside their weights when `None`.
         resume_from: an unfinished report of the same evaluation, whose rows are not scored again.
         on_result: called with the report after each task on each data set.
 
-    Returns:
-        The report, a row for each data set, task and condition, and the answers of what was scored now.
-
     Raises:
         TypeError: the model is neither a compressor nor a causal language model.
-        ValueError: settings, data sets, a teacher or a report that do not go with the model, a context that does not
-            fit and may not be cut, or documents that trained or chose a model.
+        ValueError: arguments that do not go with the model, a context that does not fit and may not be cut, or
+            documents that trained or chose a model.
     """
     settings = settings or EvaluationSettings()
     compresses = can_compress(model)
@@ -101,15 +97,18 @@ def evaluate_model(
         records = {name: TrainingDocuments.of(model.name_or_path, on_hub=compresses)}
         if teacher is not None:
             add_record(records, model_label(teacher.name_or_path), TrainingDocuments.of(teacher.name_or_path))
-    documents: dict[str, set[str]] = {}
+    of_data_sets: dict[str, list[Sample]] = {}
     for dataset, _, samples in work:
-        documents.setdefault(dataset.name, set()).update(id_ for sample in samples for id_ in sample.source_ids)
+        of_data_sets.setdefault(dataset.name, []).extend(samples)
     report = EvaluationReport(
         model=name,
         bounds="own_decoder" if teacher is None else "teacher",
         num_parameters=model.num_parameters(),
-        held_out=check_held_out(work, records, settings.allow_trained_documents),
-        documents={dataset: " ".join(sorted(ids)) for dataset, ids in documents.items()},
+        held_out=check_sources(of_data_sets, records, settings.allow_trained_documents),
+        documents={
+            name: " ".join(sorted({id_ for sample in samples for id_ in sample.source_ids}))
+            for name, samples in of_data_sets.items()
+        },
         settings={
             **asdict(settings),
             "ratios": ratios,
@@ -300,10 +299,7 @@ def _max_context_tokens(
     ratios: Sequence[int],
     settings: EvaluationSettings,
 ) -> int | None:
-    """Return the most tokens of a context that the settings allow and the encoder reads.
-
-    An encoder with a tokenizer of its own reads other tokens, and refuses by itself.
-    """
+    """Return the most tokens of a context that the settings allow and the encoder, in the same tokens, reads."""
     limits = [settings.max_context_tokens]
     if ratios and model.encoder_tokenizer is None:
         limit = model.config.max_context_tokens(min(ratios))

@@ -36,9 +36,6 @@ def generation_flops(
 ) -> int:
     """Return the operations of answering with a key/value cache: F^Decoder of equation 11 over the answer's passes.
 
-    A decoder-only model reads slots and question in its first pass. A T5 decoder reads the question, and attends to
-    the slots, whose keys and values it makes once.
-
     Args:
         config: the decoder's configuration.
         num_slots: ceil(L / r), or the context's L tokens themselves.
@@ -80,8 +77,8 @@ def flops_table(
 
     Args:
         base: a name of `SHAPE_NAMES`, or the folder or Hub id of a language model or compressor.
-        methods: among `configuration.methods.METHODS`; all that go with the base when empty. Of a compressor, none.
-        ratios: compression ratios; when empty a compressor's own, else 4 and 8.
+        methods: all that go with the base when empty; none of a compressor.
+        ratios: a compressor's own when empty, else 4 and 8.
         context_tokens, question_tokens, answer_tokens: L, L_q and L_a; by default those of GMSA's Table 7.
     """
     config = named_config(base) if base in _SHAPES else AutoConfig.from_pretrained(base_place(base))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..data.document_ids import TrainingDocuments
-from .samples import EvaluationDataset, Sample
+from .samples import Sample
 
 _SHOWN = 3
 _PARTS = ("trained", "chose")
@@ -41,24 +41,12 @@ def reported_documents(path: str | os.PathLike[str]) -> set[str]:
     return ids
 
 
-def check_held_out(
-    work: Sequence[tuple[EvaluationDataset, str, Sequence[Sample]]],
-    records: Mapping[str, TrainingDocuments | None],
-    allow_shared: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """Compare the documents of an evaluation's samples with what its models have seen, see `check_sources`."""
-    of_data_sets: dict[str, list[Sample]] = {}
-    for dataset, _, samples in work:
-        of_data_sets.setdefault(dataset.name, []).extend(samples)
-    return check_sources(of_data_sets, records, allow_shared)
-
-
 def check_sources(
     of_data_sets: Mapping[str, Sequence[Sources | Sample]],
     records: Mapping[str, TrainingDocuments | None],
     allow_shared: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Compare documents with what models have seen."""
+    """Compare the documents of each data set with what models have seen; `ValueError` where some are shared."""
     found: dict[str, dict[str, Any]] = {}
     faults = []
     for model, record in records.items():

@@ -63,10 +63,7 @@ def substring_accuracy(predictions: Sequence[str], references: Sequence[Sequence
 
 
 def rouge_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """ROUGE-1, ROUGE-2 and ROUGE-L F-measures without stemming, each the best over the references.
-
-    ROUGE-L is one subsequence of the whole text: the order of its sentences counts.
-    """
+    """Return ROUGE-1, ROUGE-2 and ROUGE-L (of the whole text) F-measures, each the best over the references."""
     scores = rouge_score(
         list(predictions), [list(texts) for texts in references], accumulate="best", rouge_keys=ROUGE_KEYS
     )
@@ -74,10 +71,7 @@ def rouge_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]
 
 
 def rouge_lsum(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Summary-level ROUGE-L F-measure without stemming, the best over the references, averaged, 0 to 100.
-
-    Source: ROUGE (Lin, 2004), section 3.2; T5's evaluation reports it as ROUGE-L.
-    """
+    """Return summary-level ROUGE-L, the best over the references, as T5 reports it (Lin, 2004, section 3.2)."""
     # NLTK comes with it, a third of a second at the start of every command.
     from rouge_score.rouge_scorer import RougeScorer
 
@@ -109,10 +103,7 @@ def bleu_of_counts(counts: np.ndarray) -> np.ndarray:
 
 
 def prefix_exact_match(predicted_ids: Sequence[Sequence[int]], reference_ids: Sequence[Sequence[int]]) -> float:
-    """Share of each reference that the output repeats from its start without a mistake, averaged, 0 to 100.
-
-    Source: GMSA, footnote 2.
-    """
+    """Return the share of each reference that the output repeats from its start without a mistake (GMSA, note 2)."""
     total = 0.0
     for predicted, reference in zip(predicted_ids, reference_ids, strict=True):
         is_same = (left == right for left, right in zip(predicted, reference, strict=False))
@@ -121,10 +112,7 @@ def prefix_exact_match(predicted_ids: Sequence[Sequence[int]], reference_ids: Se
 
 
 def teacher_normalized(score: Number, full: Number, none: Number) -> Number:
-    """Return the share of the context's worth that is kept: `(score - none) / (full - none)`.
-
-    It means something only where the full context helps. Source: mean-pooling paper, section 5.1, Metrics.
-    """
+    """Return the kept share of the context's worth, `(score - none) / (full - none)` (mean-pooling paper, 5.1)."""
     worth = np.asarray(full, dtype=np.float64) - none
     with np.errstate(invalid="ignore"):
         share: Any = (score - none) / np.where(worth == 0, np.nan, worth)
@@ -132,10 +120,7 @@ def teacher_normalized(score: Number, full: Number, none: Number) -> Number:
 
 
 class BertScorer:
-    """BERTScore F1 of texts (Zhang et al.; GMSA, section 4.1), by the last layer of the encoder in a folder.
-
-    Neither inverse document frequencies nor a baseline are used, and texts are cut to 512 tokens.
-    """
+    """BERTScore F1 (GMSA, section 4.1) by the last layer of a folder's encoder, of texts cut to 512 tokens."""
 
     def __init__(self, folder: str, device: str | torch.device = "cpu"):
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -170,8 +155,8 @@ class BertScorer:
 class BenchmarkMetric:
     """A benchmark's metric for the answers to one of its tasks.
 
-    Source: LongBench (Bai et al., 2024), Table 1, and its `metrics.py`; RULER (Hsieh et al., 2024), section 4, and its
-    `eval/synthetic/constants.py`.
+    Source: LongBench (Bai et al., 2024), Table 1 and `metrics.py`; RULER (Hsieh et al., 2024),
+    `synthetic/constants.py`.
     """
 
     task: str
@@ -233,10 +218,7 @@ def _paragraph(prediction: str, answer: str) -> float:
 
 
 def _code_similarity(prediction: str, answer: str) -> float:
-    """Likeness of the first line that is no comment, in whole percent.
-
-    LongBench calls `fuzz.ratio` of fuzzywuzzy, which is `difflib`'s ratio unless python-Levenshtein is installed.
-    """
+    """Return the likeness of the first line that is no comment, in whole percent, as `fuzz.ratio` has it."""
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100

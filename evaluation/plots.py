@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of scores: by ratio, and needles by length.
-
-A figure has its own canvas: neither pyplot nor matplotlib's global settings are touched.
-"""
+"""Pictures of scores: by ratio, and needles by length. Neither pyplot nor global settings are touched."""
 
 import os
 import textwrap
@@ -13,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from .bootstrap import is_lower_better
 from .report import EvaluationReport
 from .rows import FULL_CONTEXT, NO_CONTEXT, ratio_condition, ratio_of
 
@@ -20,15 +18,6 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 MARKERS = "osD^vPX"
 # Letters beside each other under the axes.
 _LEGEND_WIDTH = 90
-_LABELS = {
-    "f1": "F1",
-    "rouge1": "ROUGE-1",
-    "rouge2": "ROUGE-2",
-    "rougeL": "ROUGE-L",
-    "rougeLsum": "ROUGE-Lsum",
-    "bleu": "BLEU",
-    "perplexity": "perplexity (lower is better)",
-}
 
 
 def write_plots(report: EvaluationReport, folder: str | Path) -> list[Path]:
@@ -43,18 +32,13 @@ def write_plots(report: EvaluationReport, folder: str | Path) -> list[Path]:
 
 
 def plot_quality_by_ratio(report: EvaluationReport, task: str, metric: str, path: str | os.PathLike[str]) -> Path:
-    """Draw a metric, averaged over data sets, against the compression ratio, between both bounds.
-
-    Returns:
-        The path. Each ratio's 95 % interval is a vertical line.
-    """
+    """Draw a metric, averaged over data sets, by compression ratio between both bounds, with 95 % intervals."""
     places = {ratio_condition(ratio): float(ratio) for ratio in report.ratios(task)}
     if not places:
         raise ValueError(f"the report of {report.model!r} has no ratio for task {task!r}; tasks: {report.tasks()}")
     average = report.averages(task, metric)["macro_average"]
-    figure, axes = line_figure(
-        f"{task.replace('_', ' ').capitalize()} by compression ratio", _LABELS.get(metric, metric.replace("_", " "))
-    )
+    title = f"{task.replace('_', ' ').capitalize()} by compression ratio"
+    figure, axes = line_figure(title, metric.replace("_", " ") + " (lower is better)" * is_lower_better(metric))
     points = list(places.values()), [average[name][0] for name in places]
     axes.plot(*points, color=COLOURS[0], marker=MARKERS[0], label=report.model)
     for name, place in places.items():

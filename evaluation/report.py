@@ -41,18 +41,13 @@ Average = tuple[float, Interval | None]
 class EvaluationReport:
     """All rows of one model's evaluation, and the averages over data sets.
 
-    Averages are plain means over data sets, whose intervals are independent. Teacher-normalised scores are taken per
-    data set and then averaged; data sets that the full context does not help have none.
+    Averages are plain means over data sets, whose intervals are independent. Data sets that the full context does not
+    help have no teacher-normalised score.
 
     Args:
-        model: name of the model (a Hub id or a folder's last part).
         bounds: where "no_context" and "full_context" come from: "teacher" or "own_decoder".
-        rows: the scores, one for each data set, task and condition.
-        num_parameters: the model's parameters, for plots by size.
-        settings: options of the evaluation.
-        environment: hardware and versions, see `environment`.
-        answers: what every sample got, see `SampleAnswers`; kept out of the report's file.
-        held_out: by model, whether documents of this report trained or chose it, see `check_held_out`.
+        answers: what every sample got; kept out of the report's file.
+        held_out: by model, whether documents of this report trained or chose it, see `check_sources`.
         documents: data set -> the ids of its documents, see `document_id`.
     """
 
@@ -115,11 +110,7 @@ class EvaluationReport:
         ]
 
     def averages(self, task: str, metric: str) -> dict[str, dict[str, Average]]:
-        """Return all averages of a metric, by name and condition, each with its 95 % interval.
-
-        Teacher-normalised scores are those of the mean-pooling paper (section 5.1), the gap between in-domain and
-        out-of-domain ones is that of its Figure 3b.
-        """
+        """Return the averages of a metric and their intervals, by name and condition (mean pooling, Figure 3b)."""
         conditions = self.conditions(task)
         domains = {domain: self.datasets(task, domain) for domain in DOMAINS}
         averages = {"macro_average": self._weighted(task, metric, conditions, _equal_weights(self.datasets(task)))}

@@ -10,21 +10,8 @@ from .bootstrap import verdict
 from .report import EvaluationReport
 from .rows import RETENTION
 
-# Name in the rows -> title in tables.
-_COSTS = {
-    "slots": "slots",
-    "memory_bytes": "bytes",
-    "decoder_positions": "positions",
-    "cache_bytes": "cache bytes",
-}
-_SECONDS = {"compress": "seconds to compress", "answer": "seconds to answer"}
-_AVERAGES = {
-    "macro_average": "all data sets",
-    "teacher_normalized": "teacher-normalised",
-    "in_domain": "in-domain",
-    "out_domain": "out-of-domain",
-    "domain_gap": "gap (teacher-normalised)",
-}
+_COSTS = ("slots", "memory_bytes", "decoder_positions", "cache_bytes")
+_SECONDS = ("compress", "answer")
 
 
 def report_markdown(report: EvaluationReport) -> str:
@@ -58,7 +45,7 @@ def _rows_table(report: EvaluationReport, task: str) -> str:
         + [_text(row.seconds.get(name)) for name in seconds]
         for row in rows
     ]
-    titles = [*(_COSTS[name] for name in costs), *(_SECONDS[name] for name in seconds)]
+    titles = [*(name.replace("_", " ") for name in costs), *(f"seconds to {name}" for name in seconds)]
     return markdown_table([*header, *metrics, *kept, *titles], body)
 
 
@@ -97,7 +84,8 @@ def _averages_table(report: EvaluationReport, task: str) -> str:
     undefined = report.undefined_datasets(task, metric) if "teacher_normalized" in averages else []
     if undefined:
         lines.append(f"Without a teacher-normalised score (the full context does not help): {', '.join(undefined)}.")
-    return "\n".join([*lines, "", markdown_table(["condition", *(_AVERAGES[name] for name in averages)], body)])
+    header = ["condition", *(name.replace("_", " ") for name in averages)]
+    return "\n".join([*lines, "", markdown_table(header, body)])
 
 
 def reservations(report: EvaluationReport) -> list[str]:
@@ -114,7 +102,7 @@ def reservations(report: EvaluationReport) -> list[str]:
 
 
 def held_out_lines(held_out: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a sentence for each model about the documents that `check_held_out` compared."""
+    """Return a sentence for each model about the documents that `check_sources` compared."""
     lines = []
     for model, facts in held_out.items():
         if facts["record"] == "none" and not facts.get("shared"):

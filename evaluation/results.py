@@ -62,10 +62,7 @@ class GivenTokens:
 
 
 class Tally:
-    """Scores of a condition on one task of one data set; arrays have an entry for each sample, NaN where none.
-
-    `targets` has scores of the given targets, `recovered` those of what was written, given once more.
-    """
+    """Scores of a condition on one task by sample, NaN where none, of given `targets` and of what was `recovered`."""
 
     def __init__(
         self,

@@ -162,11 +162,9 @@ def evaluate_retrieval(
     settings: EvaluationSettings,
     progress: bool = False,
 ) -> tuple[dict[str, Any], QueryScores]:
-    """Rank a corpus, which is read part by part, for every query at one ratio of both.
+    """Rank a corpus, read part by part, for every query at one ratio of both; return a row and each query's scores.
 
-    Returns:
-        A row of results and each query's scores. Savings are those beside one vector for each token: in storage tokens
-        by vectors, in scoring pairs of tokens by pairs of vectors.
+    Savings are those beside one vector for each token, in tokens by vectors, and in pairs of these.
     """
     tokenizer = text_tokenizer(tokenizer)
     counts: dict[str, Counter[str]] = {"queries": Counter(), "documents": Counter()}

@@ -60,23 +60,17 @@ class EvaluationRow:
     """Scores of one task on one data set under one condition.
 
     Args:
-        dataset: name of the data set.
+        dataset, task, condition: such as "squad", "question_answering" and "ratio=4".
         domain: "in" when the compressor was trained on the data set's training part, "out" otherwise.
-        task: what was asked, such as "question_answering".
-        condition: "no_context", "full_context", "ratio=4" and so on.
         metrics: name -> score, as `metrics.py` defines them.
-        num_samples: number of samples behind the scores.
-        num_truncated: samples whose context was cut to fit the model.
-        num_documents: number of different documents, see `Sample`; `None` where it is not known.
-        intervals: metric, or "retention", -> both ends of its 95 % bootstrap interval over documents; NaN where there
-            is only one document.
-        retention: `metrics.teacher_normalized` of the task's main metric, in percent; `None` of the bounds themselves
-            where they were not scored, and where the full context does not help.
-        costs: means of `slots` and `memory_bytes` of a context's memory, the latter also of text that is read in its
-            place, in UTF-8; of `decoder_positions`, all that the decoder has read when it starts to write, and of
-            `cache_bytes`, their keys and values.
-        seconds: means of the wall-clock time to `compress` a context, at all ratios of the evaluation at once, and to
-            `answer` a question, a batch's time shared among its questions.
+        num_samples, num_truncated: samples, and those whose context was cut to fit the model.
+        num_documents: number of different documents; `None` where it is not known.
+        intervals: metric, or "retention", -> ends of its 95 % bootstrap interval over documents; NaN of one document.
+        retention: `metrics.teacher_normalized` of the main metric, in percent; `None` of the bounds, where they were
+            not scored, and where the full context does not help.
+        costs: means of `slots` and `memory_bytes` of a context's memory or text, of `decoder_positions` that are read
+            before the answer, and of their `cache_bytes`.
+        seconds: means to `compress` a context at all ratios at once, and to `answer` a question.
         differences: alternative at the same number of positions, such as "cut=4" -> how much this row's `metric` is
             above its on the same questions: `difference`, and its 95 % `interval`.
     """

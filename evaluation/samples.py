@@ -32,12 +32,11 @@ class EvaluationDataset:
     """Examples under one name, grouped as in-domain or out-of-domain.
 
     Args:
-        name: how result rows call it.
         examples: mappings with `context`, `question` and `answers`, with `context` and `summary`, or with `text`.
         domain: "in" when the compressor was trained on the data set's training part, "out" otherwise.
         max_samples: samples per task, drawn by the seed; the evaluation's own number when `None`.
-        only: the tasks that it serves, as far as its columns allow; all of those when empty.
-        source: what it was read from, for the report, see `source_in_report`.
+        only: the tasks that it serves, as far as its columns allow; all when empty.
+        source: what it was read from, see `source_in_report`.
     """
 
     name: str
@@ -63,10 +62,8 @@ class EvaluationDataset:
 class Sample:
     """One tokenized sample: what is compressed, what follows it, and what should come out.
 
-    `source_ids` are the ids of the documents that the context was cut or put together from, and of its own row's text,
-    see `document_id`; samples with the same first one have the same `document`. `head_ids` stand in front of it: the
-    opening of the user's turn in a chat. `passages` are compressed apart; without them the context is one. A
-    benchmark's question has its own `max_new_tokens` and `metric`.
+    `source_ids` are those of the documents that the context was made of, see `document_id`; `document` numbers the
+    first. `head_ids` open the user's turn of a chat; `passages` are compressed apart.
     """
 
     context_ids: list[int]
@@ -97,14 +94,12 @@ _SHORTEST_TEXT = 2
 class SampleBuilder:
     """Makes the samples of a task, and keeps each within the model's positions.
 
-    EOS ends every answer and summary, and a continuation that comes to the end of its text. A text that was cut has
-    none behind it, and a reconstruction never has one.
+    EOS ends answers, summaries, and continuations that come to the end of their text.
 
     Args:
         max_positions: positions for context, prompt and target together, `None` for no limit.
         max_context_tokens: most tokens of a context; the settings' own when `None`.
-        context_per_position: tokens of a context to a position of the decoder: 1 where anything reads contexts in
-            words, else the lowest ratio.
+        context_per_position: tokens of a context to a position of the decoder.
         left_out: data set and task -> number of rows with contexts that are too long.
     """
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from time import perf_counter
 from typing import Any
 
@@ -35,7 +35,6 @@ from .results import GivenTokens, Tally
 from .samples import Sample
 from .settings import WRITTEN_TASKS, EvaluationSettings
 
-_KEPT_CONTEXTS = 64
 # Pads for each token of a batch.
 _MOST_PADDING = 0.5
 # Tokens of a batch, pads included, of more than one row: what caches hold is bounded whatever the number of samples.
@@ -50,8 +49,7 @@ class Condition:
     """The form in which a context reaches the model: compressed at `ratio`, in words, or not at all.
 
     Args:
-        with_context: without compression: whether the context stands in front of the prompt, in words.
-        task_token: without compression: whether the method's task token stands in front of the prompt.
+        with_context, task_token: without compression: what stands in front of the prompt.
         active: makes the context manager to run the model in.
         selection: one of `ALTERNATIVES`: keeps so many of the context's tokens as it has slots at `budget_ratio`.
     """
@@ -84,7 +82,10 @@ class Scorer:
         self.compressor, self.tokenizer, self.settings = compressor, tokenizer, settings
         self.conditions, self.task_start_ids = list(conditions), task_start_ids or {}
         self.start_token_id = start_token_id(tokenizer)
-        self._information: dict[tuple[int, ...], list[float]] = {}
+        # The last contexts' are kept for their other ratios and questions.
+        self._self_information = lru_cache(maxsize=64)(
+            lambda context_ids: self_information(compressor, self.start_token_id, context_ids)
+        )
         eos = tokenizer.eos_token_id
         self.pad_token_id = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
@@ -191,7 +192,9 @@ class Scorer:
             if condition.selection == BM25:
                 kept = bm25_context(self.tokenizer, sample.context_ids, sample.question, budget)
             elif condition.selection == SELF_INFORMATION:
-                kept = informative_context(sample.context_ids, self._self_information(sample), budget)
+                kept = informative_context(
+                    sample.context_ids, self._self_information(tuple(sample.context_ids)), budget
+                )
             elif condition.selection in (KEEP_DROP, KEEP_DROP_AWARE):
                 question = sample.question if condition.selection == KEEP_DROP_AWARE else None
                 kept = kept_words(self._text_compressor, self.tokenizer, sample.context_ids, question, budget)
@@ -208,15 +211,6 @@ class Scorer:
     @cached_property
     def _text_compressor(self) -> TextCompressor:
         return TextCompressor.from_pretrained(str(self.settings.text_compressor))
-
-    def _self_information(self, sample: Sample) -> list[float]:
-        """Of each token of a context; the last contexts' are kept for their other ratios and questions."""
-        key = tuple(sample.context_ids)
-        if key not in self._information:
-            if len(self._information) >= _KEPT_CONTEXTS:
-                self._information.clear()
-            self._information[key] = self_information(self.compressor, self.start_token_id, sample.context_ids)
-        return self._information[key]
 
     def _compress(self, batch: Sequence[Sample]) -> Memories:
         if not self._ratios:
@@ -344,10 +338,7 @@ class Scorer:
 
 
 class Seq2SeqScorer(Scorer):
-    """[`Scorer`] of a compressor that is an encoder-decoder: nothing of a context is read in words.
-
-    No context is a memory of no tokens, or of the question alone where the configuration places it in the encoder.
-    """
+    """[`Scorer`] of an encoder-decoder: no context is a memory of no tokens, or of an encoded question."""
 
     @property
     def _encodes_questions(self) -> bool:

@@ -37,30 +37,24 @@ class EvaluationSettings:
         max_new_tokens: most tokens of an answer or summary, per task.
         context_tokens: length of the windows that reconstruction and continuation take from a text.
         continuation_tokens: length of what follows such a window in continuation.
-        reconstruction_bleu: also write reconstructions greedily and score them: BLEU, ROUGE, prefix exact match, and
-            the perplexity of what was recovered (GMSA, Figure 4 and Table 10).
+        reconstruction_bleu: also write reconstructions greedily and score them (GMSA, Figure 4 and Table 10).
         restoration_lengths: reconstruct windows of these lengths, each as a data set (GMSA: 128, 256 and 512).
         bert_score_model: folder of a scorer model; everything that is written gets a BERTScore, too.
         answer_perplexity: also score a question's first answer token by token.
-        repetition_penalty: penalty on tokens already written, those of the prompt apart; 1.3 in the code of GMSA's
-            authors.
+        repetition_penalty: penalty on tokens already written, those of the prompt apart (1.3 in GMSA's code).
         generation: further fields of `transformers.GenerationConfig`, such as `{"cache_implementation": "static"}`.
         prompts: name or file of the prompts, or one for each task; those of the checkpoint's training when `None`.
         prompt_format: of a plain language model, "plain" or "chat"; a compressor's is its checkpoint's.
         context_prefix: text in front of the contexts of questions and summaries; the checkpoint's own when empty.
         zero_shot: also score the base language model, adapters off, with full context and without.
-        bounds_only: score a compressor without and with full context only, such as a prompt-tuned bound, whose
-            learned tokens `context_prefix` names.
+        bounds_only: score a compressor without and with full context only, such as a prompt-tuned bound.
         ratios_only: leave the two bounds out, as between checkpoints whose bounds are the same.
-        task_tokens_in_bounds: the compressor's task token starts the texts of the bounds, too (EPL's FullContext and
-            NoContext).
-        max_context_tokens: most tokens of a context, prefix included; the model's positions when `None`; of a document
-            of retrieval, 512.
+        task_tokens_in_bounds: the compressor's task token starts the texts of the bounds, too (EPL).
+        max_context_tokens: most tokens of a context; the model's positions, or 512 of retrieval, when `None`.
         max_query_tokens: most tokens of a query of retrieval.
         leave_out_long: leave out and count contexts of more than `max_context_tokens` (mean pooling's Table 2).
         truncate_context: cut contexts that do not fit, and count them, instead of raising.
-        truncation_side: "right" or "left", of questions and summaries; reconstructions are cut on the right,
-            continuations on the left.
+        truncation_side: "right" or "left", of contexts of questions and summaries.
         allow_untrained_ratio: also compress at ratios that the checkpoint was not trained for.
         allow_trained_documents: also score documents that trained a model or chose it; the report says so.
     """

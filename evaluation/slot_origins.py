@@ -98,8 +98,8 @@ class SlotOrigins:
     """Shares of a document's tokens in its slots.
 
     Args:
-        kind: "plan", the weights that tokens are transported with; "attention" of memory tokens in the last layer;
-            "windows" of tokens whose mean a slot is; or "kept", tokens whose keys and values a slot holds.
+        kind: "plan" of transport, "attention" of memory tokens in the last layer, "windows" of tokens whose mean a
+            slot is, or "kept", tokens whose keys and values a slot holds.
         chunks: for each chunk of the document `(num_slots, num_tokens)`; the shares of a slot sum up to 1.
     """
 

@@ -52,19 +52,16 @@ def write_targets(
 ) -> dict[str, Any]:
     """Write what a language model answers, greedily and from the whole context, as a source of training.
 
-    Each row of the sources becomes one line with the teacher's `answers` or `summary`; `finished` is false where the
-    limit cut it, `truncated` is true where the teacher read a part of the context. Training on the file is
-    sequence-level distillation (Kim and Rush, 2016), as PISCO does.
+    Lines have the teacher's `answers` or `summary`, whether it `finished` before the limit, and whether it read a
+    `truncated` context. Training on them is sequence-level distillation (Kim and Rush, 2016), as PISCO does.
 
     Args:
         sources: in any form that `parse_sources` takes; their answers are not read.
-        output: the JSONL file. Beside it, `<output>.json` records teacher, settings and counts.
+        output: the JSONL file. Beside it, `<output>.json` has the record that is returned: teacher, settings and
+            counts.
         task: "question_answering" or "summarization".
         settings: lengths, prompts, truncation and seed.
         data_dir: folder that local paths are relative to.
-
-    Returns:
-        The record, with the counts "rows", "unfinished", "empty" and "truncated".
     """
     check_choice("task", task, TARGET_COLUMNS)
     if can_compress(teacher) or not teacher.can_generate() or teacher.config.is_encoder_decoder:

@@ -84,14 +84,11 @@ def write_card(
 
     Args:
         folder: of a training run, with `recipe.yaml` and `training_summary.json`.
-        reports: evaluations of the checkpoint, or their files.
+        reports: evaluations of the checkpoint, or their files; `ValueError` where they do not belong to each other.
         limits: what it cannot do, one sentence each; never empty.
         model_id: repository or folder that the card's snippet loads; the folder's name when `None`.
         license: license of the weights, as the Hub writes it.
         new_version: repository of the checkpoint that replaces this one.
-
-    Raises:
-        ValueError: a file that holds something else, reports that do not belong to each other, or no limits.
     """
     # Importing the models registers them, so that our own checkpoints need no remote code.
     from .. import modeling  # noqa: F401
@@ -134,10 +131,7 @@ def model_card(
     datasets: Sequence[str] = (),
     **metadata: str | None,
 ) -> str:
-    """Return the card of a compressor: metadata for the Hub, use, scores, training, limits, method and citation.
-
-    `training` is a section's text, `notes` are paragraphs below the table of scores.
-    """
+    """Return the card of a compressor: metadata for the Hub, use, scores with `notes`, training, limits and method."""
     if not limits:
         raise ValueError("a card names what the checkpoint cannot do: give at least one limit")
     sections = {

@@ -32,19 +32,16 @@ def build_repository(
 ) -> Path:
     """Build the folder of a Hub repository: weights, configuration, flat code, tokenizer and card with a license.
 
-    The same checkpoint gives the same bytes each time. A warning names files that this package does not write.
+    The same checkpoint gives the same bytes. `ValueError` for a file that must not be public, or without a license.
 
     Args:
-        checkpoint: a saved checkpoint, or the folder of a training run; it is left as it is.
+        checkpoint: a saved checkpoint, or the folder of a training run.
         target: a folder that does not exist, or is empty.
         weights: "saved" as in the checkpoint, "light" without the base's weights, or "full" with them.
         base_model: Hub repository or folder of the base, if not where the checkpoint says.
         license: license of the weights, as the Hub writes it; that of the card or of the base when `None`.
         local_files_only: open no connection; a base then comes from a folder or the cache.
         include: further files by their paths in the checkpoint, which are taken unseen.
-
-    Raises:
-        ValueError: a file that must not be public, no license, or one that is not the base's.
     """
     from transformers.utils import logging
 
@@ -181,10 +178,7 @@ def _complete_card(config: PreTrainedConfig, folder: Path, license: str | None, 
 
 
 def push_repository(folder: str | Path, repo_id: str, *, tag: str, private: bool = True) -> str:
-    """Upload what `build_repository` made in one commit, tag it, and return the commit's address.
-
-    A tag that exists, and a repository that is public or private against `private`, raise `ValueError`.
-    """
+    """Upload a built folder in one commit, tag it, and return the commit's address; `ValueError` for a known tag."""
     from huggingface_hub import HfApi
 
     api = HfApi()

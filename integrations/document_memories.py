@@ -26,9 +26,8 @@ _LIVE: weakref.WeakValueDictionary[str, DocumentMemories] = weakref.WeakValueDic
 
 
 class DocumentMemories:
-    """A compressor, and the memories of the documents that it has read, by id.
+    """A compressor, and the memories of the documents that it has read, by an id of text and ratio.
 
-    An id is made of a document's text and ratio: a document is compressed once, and anew when its text has changed.
     The model is loaded when it is first needed; threads may share one object.
 
     ```python
@@ -38,7 +37,7 @@ class DocumentMemories:
     ```
 
     Args:
-        model: Hub id or folder of a compressor; or a pipeline that is loaded.
+        model: Hub id or folder of a compressor, or a loaded pipeline.
         ratio: Context tokens per slot; the checkpoint's default if not given.
         store: A Lance data set that keeps memories, see [`MemoryStore.create`]; the process does if not given.
         options: Further arguments of [`CorpusCompressor`], such as `memory_dtype`, `device` and `dtype`.
@@ -91,9 +90,7 @@ class DocumentMemories:
     def compress(self, documents: Sequence[str | None], ids: Sequence[Any] | None = None) -> list[str | None]:
         """Return the ids of documents' memories; compress those that are not there yet, in common batches.
 
-        Args:
-            documents: Their texts; one that is blank, or `None`, has no memory and no id.
-            ids: Of each document its id, if any; it stays where the store has that text under it, at this ratio.
+        Blank documents have no id. One of `ids` stays where the store has that text under it, at this ratio.
         """
         texts = [text or "" for text in documents]
         with self._compressing:

@@ -35,8 +35,7 @@ class _OfMemories:
 class MemoryDocumentCompressor(_OfMemories):
     """Compresses documents once, and writes the id of each one's memory into its metadata, as `memory_id`.
 
-    Order, texts, ids and scores stay as they are; a blank document gets no memory. It stands behind a retriever, or in
-    front of a `DocumentWriter`, which then keeps the ids.
+    It stands behind a retriever, or in front of a `DocumentWriter`; a blank document gets no memory.
     """
 
     def __init__(self, memories: DocumentMemories):
@@ -62,11 +61,7 @@ class MemoryDocumentCompressor(_OfMemories):
 
 @component
 class MemoryReader(_OfMemories):
-    """Answers a question from the memories of documents, read together in their order, by the compressor's decoder.
-
-    Its `replies` are those of a generator, such as an `AnswerBuilder` takes. `generation_kwargs` are arguments of
-    `generate`: greedily, and at most 64 new tokens if not said otherwise.
-    """
+    """Answers a question from the memories of documents with the compressor's decoder, as a generator's `replies`."""
 
     def __init__(self, memories: DocumentMemories, generation_kwargs: dict[str, Any] | None = None):
         self.memories, self.generation_kwargs = memories, generation_kwargs or {}

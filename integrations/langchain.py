@@ -22,10 +22,7 @@ _ROLES = {SystemMessage: "system", HumanMessage: "user", AIMessage: "assistant"}
 
 
 class MemoryDocumentCompressor(BaseDocumentCompressor):
-    """Compresses documents once, and writes the id of each one's memory into its metadata, as `memory_id`.
-
-    Order and texts stay as they are; a blank document gets no id.
-    """
+    """Compresses documents once, and writes the id of each one's memory, if it is not blank, into its metadata."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -48,16 +45,14 @@ class MemoryDocumentCompressor(BaseDocumentCompressor):
 class ChatMemoryReader(BaseChatModel):
     """A chat model that reads memories in place of texts: the compressor's own decoder.
 
-    Messages name memories in content blocks `{"type": "memory", "memory_id": ...}` of the user's messages, as
-    [`memory_message`] makes them. All of a conversation are read together, in order, where its first question stands.
+    The user's messages name memories in content blocks `{"type": "memory", "memory_id": ...}`, see [`memory_message`].
 
     ```python
     chat = ChatMemoryReader(memories=memories, generation={"max_new_tokens": 32})
     chat.invoke([memory_message("Who wrote it?", documents)])
     ```
 
-    `generation` has arguments of `generate`, below those of a call: greedily, and at most 64 new tokens if not said
-    otherwise.
+    `generation` has arguments of `generate`; by default, greedily and at most 64 new tokens.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)

@@ -21,10 +21,7 @@ except ImportError as error:
 
 
 class MemoryPostprocessor(BaseNodePostprocessor):
-    """Compresses nodes once, and writes the id of each one's memory into its metadata, as `memory_id`.
-
-    Order, texts and scores stay as they are; a blank node gets no id. Neither language models nor embeddings see it.
-    """
+    """Compresses nodes once, and writes the id of each one's memory into its metadata, which no model sees."""
 
     memories: DocumentMemories
 
@@ -41,7 +38,7 @@ class MemoryPostprocessor(BaseNodePostprocessor):
 
 
 class MemorySynthesizer(BaseSynthesizer):
-    """Answers from the memories of nodes, read together in their order, with the compressor's own decoder.
+    """Answers from the memories of nodes with the compressor's own decoder; `ValueError` for one not compressed.
 
     ```python
     engine = RetrieverQueryEngine(
@@ -49,8 +46,7 @@ class MemorySynthesizer(BaseSynthesizer):
     )
     ```
 
-    `generation` has arguments of `generate`: greedily, and at most 64 new tokens if not said otherwise. `synthesize`
-    raises `ValueError` for a node that was not compressed.
+    `generation` has arguments of `generate`; by default, greedily and at most 64 new tokens.
     """
 
     def __init__(self, memories: DocumentMemories, generation: dict[str, Any] | None = None):

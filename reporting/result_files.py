@@ -22,10 +22,7 @@ def rounded(value: Any) -> Any:
 
 
 def write_json(content: Mapping[str, Any], path: str | os.PathLike[str], indent: int | None = 2) -> Path:
-    """Write plain JSON values to a file, in one line without `indent`, and return its path.
-
-    The file is replaced at once: a run that is stopped leaves the old one whole.
-    """
+    """Write plain JSON values to a file at once, in one line without `indent`, and return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.part")

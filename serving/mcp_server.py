@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of compressed documents for agents, over the Model Context Protocol (extra `mcp`).
-
-An agent compresses a file once, asks questions that are answered from the memory, and expands a passage where it needs
-the file's own words.
-"""
+"""A server of compressed documents for agents, over the Model Context Protocol (extra `mcp`)."""
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ def create_app(
 ) -> fastapi.FastAPI:
     """Return the server of a checkpoint, which requests call `name`, as an ASGI application.
 
-    The process keeps memories where no store does. The page offers `examples`: `title`, `text`, and `questions`, each
-    with its `question` and right `answers`.
+    Without a store the process keeps memories. The page offers `examples`: `title`, `text`, and `questions` with
+    `answers`.
     """
     settings = settings or ServerSettings()
     # A store without memories is false.

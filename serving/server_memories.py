@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import pyarrow
 
-from ..corpus.memory_columns import memory_of_columns
+from ..corpus.memory_columns import in_store_dtype, memory_of_columns
 from ..corpus.memory_store import MemoryStore
 from ..modeling.memory.compressed_context import CompressedContext
-from ..modeling.memory.memory_quantization import QUANTIZATIONS
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ class StoredMemories:
     ) -> Sequence[CompressedContext]:
         """Keep memories of one row each, as one new version; they come back as they are kept."""
         dtype = self.store.form.dtype
-        rows = [row.quantize(dtype) if dtype in QUANTIZATIONS else row.to(dtype=dtype) for row in rows]
+        rows = [in_store_dtype(row, dtype) for row in rows]
         tables = [self.store.table_of([name], row, [text]) for name, row, text in zip(ids, rows, texts, strict=True)]
         with self._lock:
             # Each id is new.

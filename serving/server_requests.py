@@ -47,9 +47,9 @@ class ExpandRequest(_Fields):
 
 
 def passage_of(name: str, text: str, containing: str = "", start: int = 0, length: int = 2000) -> dict[str, Any]:
-    """Return `length` characters of a text from `start`, or around the first place of `containing` behind it.
+    """Return `length` characters of a text from `start`, or around the next place of `containing` in any case.
 
-    Case is ignored. Words that are not in the text raise `ValueError`.
+    `ValueError` where the words are not in the text.
     """
     if containing:
         place = text.lower().find(containing.lower(), start)

@@ -104,19 +104,15 @@ def _parser_of(argv: Sequence[str], prog: str) -> tuple[TrlParser, list[str], se
 def parse_recipe(argv: Sequence[str], prog: str = "context-compressors train") -> tuple[Any, ...]:
     """Parse `RECIPE.yaml [...] [--field value]` into (ModelArguments, DataArguments, TrainingConfig).
 
-    A later recipe replaces fields of an earlier one (`method_config` and `checkpoint_config` field by field), and the
-    command line replaces both. `--field null`, or null in a later recipe, takes a field back. `ValueError` names an
-    unknown recipe or field, or a value that is not allowed.
+    Later recipes and the command line replace fields (of `method_config` and `checkpoint_config` those inside), and
+    null takes one back. `ValueError` names an unknown recipe or field, or a value that is not allowed.
     """
     parser, words, _ = _parser_of(argv, prog)
     return parser.parse_args_into_dataclasses(args=words)
 
 
 def recorded_recipe(argv: Sequence[str], arguments: Sequence[Any]) -> dict[str, Any]:
-    """Return one recipe that says what a command line said, and can be run again.
-
-    It has all fields of model and data that have a value, and of the training those that were given.
-    """
+    """Return one recipe that says what a command line said, and can be run again."""
     parser, words, named = _parser_of(argv, "")
     # As they were given: the training's own arguments have worked out more from them.
     given, _ = parser.parse_known_args(words)

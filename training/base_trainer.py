@@ -80,13 +80,7 @@ class RunCounts(TrainerCallback, ExportableState):
 class BaseTrainer(Trainer):
     """A `Trainer` that stops with the batch's ids when the loss is not finite, and logs context and cut-off tokens.
 
-    Weights that are not finite are never saved, so the last checkpoint stays good. A resumed run counts on. Every
-    checkpoint holds the ids of the documents that trained it and of those that it was chosen by. The optimizer is
-    AdamW or T5's Adafactor, as `args.optimizer` says.
-
-    Attributes:
-        documents: those that this run has read so far, see [`TrainingDocuments`].
-        run_counts: see [`RunCounts`].
+    Weights that are not finite are never saved. Checkpoints hold the counts and the ids of `documents` so far.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -108,8 +102,7 @@ class BaseTrainer(Trainer):
     def redirected_forward(self, wrapped: nn.Module, function: Callable[..., Result], **inputs: Any) -> Result:
         """Run a step, `function(**inputs)`, in place of the model's forward pass, called through what wraps the model.
 
-        The step makes several passes, where wrappers count on a single one: DDP arms its gradient reduction in it,
-        FSDP holds the embeddings and the head whole only while it runs.
+        A step makes several passes, where DDP and FSDP count on a single one.
         """
         if isinstance(wrapped, nn.DataParallel):
             raise ValueError(

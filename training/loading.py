@@ -48,10 +48,7 @@ def new_encoder_decoder(
     tokenizer: PreTrainedTokenizerBase,
     loading: Mapping[str, Any],
 ) -> PreTrainedModel:
-    """Return an untrained DeCAL model for a tokenizer, which gets T5's sentinels where it has none.
-
-    The decoder starts with BOS, or with the pad where there is none, as in T5.
-    """
+    """Return an untrained DeCAL model for a tokenizer, which gets T5's sentinels where it has none."""
     for name in model_config:
         check_choice("field of T5Config in model_config:", name, [*T5Config().to_dict(), *T5Config.attribute_map])
     add_sentinel_tokens(tokenizer)
@@ -100,10 +97,9 @@ def load_compressor(
     tokenizer: PreTrainedTokenizerBase,
     auto_class: str | None = None,
 ) -> PreTrainedModel:
-    """Load the compressor to train: a checkpoint to go on from, or a new one on a base.
+    """Load the compressor to train, by `auto_class`: a checkpoint to go on from, or a new one on a base.
 
-    The tokenizer gets the method's task tokens, whose ids a new compressor takes. `auto_class` loads what is built;
-    the one that generates when `None`.
+    The tokenizer gets the method's task tokens, whose ids a new compressor takes.
     """
     check_start(model_args)
     method = _method(model_args)
@@ -162,10 +158,7 @@ def check_start(model_args: ModelArguments) -> None:
 
 
 def changed_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return a copy of a checkpoint's configuration with other values of some fields.
-
-    A mapping for a model's configuration in it, such as `decoder_config`, changes fields of that one.
-    """
+    """Return a copy of a checkpoint's configuration with other values of some fields, also in `decoder_config`."""
     fields = config.to_dict()
     for name, value in changes.items():
         check_choice(f"field of {type(config).__name__}:", name, sorted(fields))

@@ -60,10 +60,7 @@ def check_output_dir(output_dir: str | Path, overwrite: bool) -> None:
 
 
 def without_folders(value: Any) -> Any:
-    """Return paths on this machine by their last part alone, inside lists and mappings, too; anything else as it is.
-
-    A data set's name that is a folder's becomes "./" and the last part, and is no repository's of that name.
-    """
+    """Return a value whose paths are shortened to their last part, inside lists and mappings, too."""
     if isinstance(value, Mapping):
         is_text = {name: name in _TEXTS or (name == "prompts" and isinstance(value[name], Mapping)) for name in value}
         shown = {name: inside if is_text[name] else without_folders(inside) for name, inside in value.items()}
@@ -105,10 +102,7 @@ def earlier_sources(recipe: Mapping[str, Any]) -> list[Any]:
 def write_summary(
     trainer: BaseTrainer, recipe: Mapping[str, Any], output_dir: Path, earlier: Sequence[Any] = ()
 ) -> None:
-    """Write `recipe.yaml`, `training_summary.json` and `training_documents.json` into the checkpoint's folder.
-
-    Every process has to call this; the first one writes.
-    """
+    """Write `recipe.yaml`, `training_summary.json` and `training_documents.json`; every process has to call this."""
     counts = trainer.run_counts.put_together(trainer.accelerator)
     trainer.gather_documents()
     if not trainer.is_world_process_zero():

@@ -51,10 +51,7 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
 
 
 def fit_scorers(trainer: Any, num_contexts: int) -> None:
-    """Fit the scorers of ranked key/values to contexts of the training by least squares; all processes do the same.
-
-    The documents, their tokens and the time count as those of the training; contexts are taken evenly.
-    """
+    """Fit the scorers of ranked key/values by least squares to contexts that are taken evenly from the training."""
     model = trainer.accelerator.unwrap_model(trainer.model).base_model
     dataset = trainer.train_dataset
     count = min(num_contexts, len(dataset))
@@ -76,8 +73,7 @@ def fit_scorers(trainer: Any, num_contexts: int) -> None:
 class LogAnswersCallback(TrainerCallback):
     """Asks the model the same questions before the first step and every few steps, greedily and from memories.
 
-    The answers are written to the log, and as the table `sample_answers` to trackio and wandb where `report_to` names
-    them.
+    Answers go to the log, and as the table `sample_answers` to trackio and wandb where `report_to` names them.
 
     ```python
     SFTTrainer(..., callbacks=[LogAnswersCallback(rows, tokenizer, steps=50)])

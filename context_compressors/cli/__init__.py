@@ -23,13 +23,10 @@ _COMMANDS = {
     "ask": ("compress", "answer questions from memory files or documents"),
     "serve": ("serve", "serve memories and the chat that reads them: OpenAI's API, a page, files for agents"),
     "demo": ("serve", "answer questions about five pages in the terminal"),
-    "convert": ("convert", "make a checkpoint of this package from a published one of another code base"),
+    "convert": ("publish", "make a checkpoint of this package from a published one of another code base"),
     "publish card": ("publish", "write a checkpoint's card from its training run and its evaluation"),
     "publish upload": ("publish", "build a Hub repository from a checkpoint, and push it"),
-    "publish export-decoder": (
-        "publish",
-        "write the decoder as a language model or LoRA adapter, for vLLM and others",
-    ),
+    "publish export-decoder": ("publish", "write the decoder as a language model or LoRA adapter, for vLLM"),
 }
 
 _OPTIONS = ("--help", "--version", "--traceback")

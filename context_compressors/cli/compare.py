@@ -27,10 +27,10 @@ context-compressors compare ours=a0.jsonl ours=a1.jsonl ours=a2.jsonl theirs=b0.
 
 
 def comparisons(systems: Systems, conditions: Sequence[str], metric: str) -> Iterator[tuple[str, str, str, str]]:
-    """Yield what is compared: (first system, its condition, second system, its condition).
+    """Yield what is compared, as (first system, its condition, second system, its condition).
 
-    Of one system, its first condition is compared with each other one; of several, the first system is compared with
-    each other one under each condition that both have. Conditions without the metric are left out.
+    The first condition of one system is compared with its others; the first of several systems is compared with each
+    other one, condition by condition.
     """
     (first, runs), *others = systems.items()
     scores = runs[0][0].scores

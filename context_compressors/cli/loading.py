@@ -24,10 +24,9 @@ def load_pipeline(arguments: argparse.Namespace, ratios: Sequence[int | None] = 
 def load_compressor(
     name: str, device: str = "auto", dtype: str = "auto", base_model: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a compressor and its tokenizer for inference; where texts say "[LM]" or such, these are characters.
+    """Load a compressor and its tokenizer for inference, from a folder or a Hub id with an optional `@REVISION`.
 
-    `name` is a folder, or a Hub id, with a branch, tag or commit behind an @ where it is not the main one. No such
-    checkpoint, and one of another method than this package's, raise `ValueError`.
+    `ValueError` where there is none, or one of another method. Words such as "[LM]" in a text are characters.
     """
     from ..modeling.checkpoint.pretrained_bases import load_from_place, tokenizer_from_place
     from ..modeling.parts.text_ids import text_tokenizer
@@ -86,10 +85,7 @@ def _fields_of_compressor(name: str) -> dict[str, Any]:
 def load_model(
     name: str, *, base_model: str | None = None, dtype: str = "auto", device: str = "auto"
 ) -> PreTrainedModel:
-    """Load a compressor, a language model, or a folder with an adapter that PEFT or TRL saved, merged into its base.
-
-    Arguments as for `load_compressor`; `base_model` is also the base of an adapter.
-    """
+    """Load a compressor, a language model, or an adapter of PEFT or TRL, merged into its base (`base_model`)."""
     from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
     from ..modeling.checkpoint.pretrained_bases import load_from_place
 

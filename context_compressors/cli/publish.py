@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`context-compressors publish card | upload | export-decoder`: what a checkpoint needs to be used by others."""
+"""`context-compressors publish card | upload | export-decoder`, and `convert`."""
 
 from __future__ import annotations
 
@@ -112,3 +112,22 @@ def export_decoder(arguments: argparse.Namespace) -> None:
     if is_untouched_base(model):
         print(f"nothing of this decoder was trained: it is {base}, which a server may load in its place")
     print(f"vllm serve {output} --enable-prompt-embeds")
+
+
+@command(
+    "convert",
+    "Convert a published checkpoint of ComprExIT, ICAE, 500xCompressor, AutoCompressor or LCLM.",
+    argument("name", metavar="NAME", help="Hub id or folder of the checkpoint, or a file of its tensors"),
+    argument("output", metavar="OUT", help="folder to write; it does not exist, or is empty"),
+    argument("--base", metavar="MODEL", help="Hub id or folder of the language model, where the checkpoint lacks it"),
+    examples="""
+context-compressors convert Jiang-nan/comprexit-1b-4x-sft comprexit-1b
+context-compressors convert mistral_7b_ft_icae.safetensors icae --base mistralai/Mistral-7B-Instruct-v0.2
+""",
+)
+def convert(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors convert`."""
+    from ..modeling.checkpoint import published_formats
+
+    kind = published_formats.convert(arguments.name, arguments.output, arguments.base)
+    print(f"wrote {arguments.output}, of the format {kind}")

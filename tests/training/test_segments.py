@@ -114,7 +114,7 @@ def test_blocks_are_one_stream_cut_at_random_places_that_a_batch_shares(tokenize
     data = DataArguments(sources=[source.__dict__], max_document_tokens=50)
     blocks = SegmentDataset(data, tokenizer, num_examples=6, seed=1)
     examples = [blocks[index] for index in range(6)]
-    assert {len(example["document_ids"]) for example in examples} == {49}, "BOS is the first of the 50"
+    assert {len(example["token_ids"]) for example in examples} == {49}, "BOS is the first of the 50"
     collator = SegmentCollator.from_tokenizer(tokenizer, longest_segment=20, seed=1)
     batch = collator(examples[:2])
     assert batch["input_ids"].shape == (2, 50)

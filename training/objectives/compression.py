@@ -142,7 +142,7 @@ def record_prompts(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase,
     config.context_prefix = data_args.context_prefix
     config.prompt_format = data_args.prompt_format
     # Behind a task token, and behind most memories of keys and values, the template follows the memory as a whole.
-    has_opening = hasattr(config, "opening_ids")
+    has_opening = "opening_ids" in vars(config)
     stands_inside = is_chat and not config.task_token_ids and (config.carrier == "embeddings" or has_opening)
     config.slots_after_ids = opening_ids(tokenizer) if stands_inside else []
     if has_opening:

@@ -35,20 +35,17 @@ class CompressionCollator:
     - "distillation": "compressed", and the teacher's text in `full_input_ids`, `full_attention_mask`, `full_labels`;
     - "joint": two texts about one context, `reconstruction_input_ids`, `continuation_input_ids`, masks and labels.
 
-    Start is BOS, the opening of the user's turn (`head_ids`), or the task's token, such as [AE] or [LM]. Labels are
-    -100 on everything but the targets. A stock `trl.SFTTrainer` takes the batch with `remove_unused_columns=False` and
-    `dataset_kwargs={"skip_prepare_dataset": True}`.
+    Start is BOS, the opening of the user's turn (`head_ids`), or the task's token. A stock `trl.SFTTrainer` takes the
+    batch with `remove_unused_columns=False` and `dataset_kwargs={"skip_prepare_dataset": True}`.
 
     Args:
         start_token_id: BOS, or EOS where a tokenizer has no BOS.
         context_start_ids: ids that a compressed context starts with; `encoder_start_ids` in the encoder's own tokens.
         mode: one of `MODES`; `context_mode` is that of the context in "joint".
-        ratios: draw one of these for every row, by the row itself and `seed`, and give it to the model as `ratio`
-            `(batch_size,)`; `None` leaves the ratio to the model or the trainer.
+        ratios: draw one of these for every row, by the row and `seed`, as `ratio` `(batch_size,)` of the batch.
         padding_side: "right" or "left", of text and context.
         with_metadata: add `example_ids`, `num_cut` and `documents`, which this package's trainers take out again.
-        task_start_ids, restored_ids, bos_before_text, opens_context, bos_before_task_token: of a compressor's
-            `data.task_tokens.text_starts`.
+        task_start_ids, restored_ids, bos_before_text, opens_context, bos_before_task_token: see `text_starts`.
         memories: folder of files `DOCUMENT_ID.safetensors` of the compressor `model_id`, which replace the contexts.
     """
 
@@ -91,10 +88,7 @@ class CompressionCollator:
     def from_model(
         cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **kwargs: Any
     ) -> CompressionCollator:
-        """Return a collator whose texts start as a compressor's do, and which takes rows of texts, too.
-
-        `kwargs` are arguments of the collator; in mode "compressed", `ratios` are all of the checkpoint's by default.
-        """
+        """Return a collator for a compressor that takes rows of texts, too; `ratios` are all of its own by default."""
         own, known = model.encoder_tokenizer, list(model.config.compression_ratios)
         if len(known) > 1 and kwargs.get("mode", "compressed") == "compressed" and kwargs.get("memories") is None:
             kwargs.setdefault("ratios", known)
@@ -109,10 +103,7 @@ class CompressionCollator:
         context_tokenizer: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ) -> CompressionCollator:
-        """Return a collator with the tokenizer's pad (or EOS), BOS (or EOS) and context start ids.
-
-        `context_tokenizer` is the model's `encoder_tokenizer`, where contexts have another one.
-        """
+        """Return a collator with the start and pad ids of a tokenizer; contexts may have one of their own."""
         if context_tokenizer is not None:
             kwargs["encoder_start_ids"] = find_context_start_ids(context_tokenizer)
         start = find_start_token_id(tokenizer)
@@ -255,10 +246,7 @@ def _with_turns(start: list[int], example: Mapping[str, Any]) -> _Row:
 
 
 class Seq2SeqCollator(CompressionCollator):
-    """`CompressionCollator` for encoder-decoders (DeCAL), whose contexts end with `context_end_ids`.
-
-    With `question_placement="encoder"` the prompt stands in front of the context, and not of the target.
-    """
+    """`CompressionCollator` for encoder-decoders (DeCAL), whose prompts may stand in front of the context."""
 
     def __init__(
         self, *args: Any, question_placement: str = "decoder", context_end_ids: Sequence[int] = (), **kwargs: Any
@@ -284,10 +272,8 @@ _FORMS = "`messages`, or `prompt` and `completion`, each a text or messages with
 class TextRows:
     """Makes examples of rows with a `context` and, as TRL has them, `messages` or `prompt` and `completion`.
 
-    Of `messages` every message of the assistant is learned, of `completion` all of it, and each ends as an answer of
-    the checkpoint does. In a chat the document stands in the user's first turn, and a `prompt` that is a text is what
-    the user says; a plain checkpoint reads a text as it stands, and one question in its own prompt.
-
+    Of `messages` every message of the assistant is learned, of `completion` all of it. In a chat the document stands
+    in the user's first turn.
     """
 
     def __init__(

@@ -29,22 +29,20 @@ _WHOLE_TASKS = {"question_answering", "summarization"}
 class CompressionDataset(Dataset):
     """Examples for the collators, each a function of its index and the seed, so that training resumes exactly.
 
-    An example has `head_ids` (in front of the context or its slots), `context_ids`, `passages` (texts that are
-    compressed independently, or `None`), `prompt_ids`, `target_ids`, `more_turns` (further prompts and targets),
-    `task`, `id`, `num_cut` (tokens that the limits cut off), `index`, `documents` (ids of the context's texts), and
-    with a tokenizer of contexts `encoder_context_ids` and `encoder_passages`. Targets end with EOS, or in a chat with
-    the end of a turn, unless they are cut.
+    An example has `head_ids` (in front of the context or its slots), `context_ids`, `passages` (compressed apart, or
+    `None`), `prompt_ids`, `target_ids`, `more_turns`, `task`, `id`, `num_cut` (tokens that the limits cut off),
+    `index`, `documents` (ids of the context's texts), and where the encoder has its own tokens `encoder_context_ids`
+    and `encoder_passages`.
 
     Args:
         data: the sources, and how examples are made of them.
         tokenizer: makes the token ids.
-        num_examples: length of the data set. `None`: every row once; with weights or a `task_schedule`, as many
-            examples as there are rows.
-        batch_size: rows in a batch: `data.group_batches` such batches are sorted by length together, and then dealt
-            out in random order.
+        num_examples: length of the data set; `None` for as many as there are rows, without weights each row once.
+        batch_size: rows in a batch; `data.group_batches` batches are sorted by length together, and dealt out at
+            random.
         seed: everything is drawn from it.
         context_tokenizer: the encoder's, where it reads other tokens than the decoder.
-        ratio: context tokens per slot, by which the lengths are counted that batches are sorted by.
+        ratio: context tokens per slot, by which lengths are counted.
     """
 
     # Fewest tokens that a row's text has; shorter ones are passed over.
@@ -261,12 +259,11 @@ class CompressionDataset(Dataset):
         fields: dict[str, Any] = {"documents": source.document_ids(task, row)}
         if is_window:
             return fields | self._text_example(task, ids.tolist(), limit, identifier, rng, source.ends(task, row))
-        passages = texts.passages(text)
+        texts_of, context_ids, passages = [text], ids.tolist(), texts.passages(text)
         if task == "summarization":
             pairs = [("", source.value("summary", row), source.target_ends(row))]
-            example = self._example(task, ids.tolist(), pairs, limit, identifier, rng)
+            example = self._example(task, context_ids, pairs, limit, identifier, rng)
             return fields | self._with_passages(example, passages, limit)
-        texts_of, context_ids = [text], ids.tolist()
         if source.source.contexts_per_document > 1:
             texts_of, context_ids = self._joined_contexts(source, text, limit, rng)
             rows_of = (source.rows_of_text[text][0] for text in texts_of)

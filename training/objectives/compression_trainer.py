@@ -28,17 +28,15 @@ _OWN_LOSS = "own_loss"
 class CompressionTrainer(BaseTrainer, SFTTrainer):
     r"""Trains a compressor at several ratios: a context is encoded once, each ratio's memory is read once.
 
-    The loss is cross-entropy of the targets (mean over target tokens), summed over the step's ratios. Where there are
-    several, `loss` in the log is the mean, beside `num_ratios_summed` and `loss_sum_over_ratios`.
-
-    With `context_mode` "full_context" or "no_context" nothing is compressed: the bounds of EPL, Appendix D, of a
-    compressor whose task tokens alone train, `trainable_parameters=["task_embeddings$"]`.
+    The loss is the mean cross-entropy over target tokens, summed over the step's ratios; `loss` in the log is the mean
+    over ratios. With `context_mode` "full_context" or "no_context" nothing is compressed (the bounds of EPL, Appendix
+    D).
 
     Args:
         model: a compressor.
-        args ([`TrainingConfig`]): `ratio_mode` "all" trains every ratio of the checkpoint at each step (mean pooling,
-            section 4.2), "random" one ratio per step, and "per_sample" reads each row at the ratio that the collator
-            drew for it (GMSA, section 4.1). Evaluation is always at every ratio.
+        args ([`TrainingConfig`]): `ratio_mode` "all" trains every ratio at each step (mean pooling, section 4.2),
+            "random" one ratio, and "per_sample" each row at the ratio that the collator drew (GMSA, section 4.1).
+            Evaluation is always at every ratio.
         kwargs: as for `trl.SFTTrainer`; batches come from `CompressionCollator`.
     """
 
@@ -241,10 +239,7 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
 
 
 class Seq2SeqCompressionTrainer(CompressionTrainer):
-    """`CompressionTrainer` of an encoder-decoder (DeCAL), whose decoder reads the slots by cross-attention.
-
-    The log's `token_accuracy_ratio_C` over span-corrupted texts is Table 1's accuracy.
-    """
+    """`CompressionTrainer` of an encoder-decoder; `token_accuracy_ratio_C` is that of DeCAL's Table 1."""
 
     def _states(self, batch: dict[str, Tensor], memory: CompressedContext | None, prefix: str = "") -> Tensor:
         text = {name: batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask")}

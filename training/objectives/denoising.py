@@ -14,7 +14,7 @@ from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from .compression import load, trainer_arguments
 from .compression_collator import CompressionCollator
 from .compression_trainer import Seq2SeqCompressionTrainer
-from .packed_texts import PackedTexts
+from .packed_texts import PackedBlocks
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,8 @@ def corrupt(
     return [*inputs, end_id], [*targets, end_id]
 
 
-class DenoisingDataset(PackedTexts):
-    """Blocks of texts for `SpanCorruptionCollator`: `token_ids`, `id`, `num_cut`, `index`, `documents`.
-
-    Texts stand one behind the other, as T5 packs them. `max_context_tokens` are left of a block when spans of it are
-    taken out.
-    """
+class DenoisingDataset(PackedBlocks):
+    """Blocks of texts for `SpanCorruptionCollator`; `max_context_tokens` are left when spans of them are taken out."""
 
     ends_texts = False
 
@@ -90,21 +86,9 @@ class DenoisingDataset(PackedTexts):
     def _block_size(self) -> int:
         return self.longest
 
-    def _example_of(self, ids: list[int], name: str) -> dict[str, Any]:
-        return {"token_ids": ids, "id": name, "num_cut": 0}
-
-    @staticmethod
-    def num_tokens(example: Mapping[str, Any]) -> int:
-        """Return the length of an example."""
-        return len(example["token_ids"])
-
 
 class SpanCorruptionCollator(CompressionCollator):
-    """Corrupts texts of `DenoisingDataset` and makes a compressor's batch of them.
-
-    The corrupted text is the context, in `context_input_ids`; `input_ids` are the decoder's start token and the
-    target, and `labels` the target. The noise of an example depends on its index, its text and the seed only.
-    """
+    """Corrupts texts of `DenoisingDataset` by index, text and seed; what is left of them is the context."""
 
     def __init__(self, *args: Any, sentinel_ids: Sequence[int], end_id: int, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -20,15 +20,13 @@ from .compression_trainer import CompressionTrainer
 class DistillationTrainer(CompressionTrainer):
     r"""Trains a compressor to answer as a teacher does that reads the whole context.
 
-    Equations 5 and 6 of the paper: KL(teacher || student) at the gold answer tokens, summed over them and over the
-    step's ratios; the mean is taken over rows only. Batches come from `CompressionCollator(mode="distillation")`, so
-    that teacher and student see the same prompt and answer. `args.nll_weight` adds the answer's own cross-entropy,
-    over the same tokens and rows, to `args.kl_weight` times this: xRAG tunes with NLL + 2 KL.
+    Equations 5 and 6 of the paper: KL(teacher || student) at the answer's tokens, summed over them and over the step's
+    ratios; the mean is taken over rows only. `args.nll_weight` adds the answer's own cross-entropy to `args.kl_weight`
+    times this (xRAG: NLL + 2 KL).
 
     Args:
-        teacher: the frozen teacher, a causal language model of the same vocabulary. `None`: the compressor's own
-            base without its adapters, which costs no memory.
-        model, args, kwargs: as for `CompressionTrainer`.
+        teacher: the frozen teacher, of the same vocabulary; `None` for the compressor's own base without its adapters.
+        model, args, kwargs: as for `CompressionTrainer`; batches come from `CompressionCollator(mode="distillation")`.
     """
 
     # It is one over rows.

@@ -26,14 +26,12 @@ _SPARE_TOKENS = 128
 
 
 class JointDataset(CompressionDataset):
-    """Examples for `CompressionCollator(mode="joint")`: `context_ids`, `reconstruction_ids`, `continuation_ids`, `id`,
-    `documents`.
+    """Examples of `context_ids`, `reconstruction_ids` and `continuation_ids` for the collator's mode "joint".
 
-    A document X is a window of |X| tokens of a text. Its first p = floor(|X| / 2) tokens are the context, the rest is
-    the completion (EPL, section 3.1.1 and Appendix C). EOS ends the repeated context, and the completion where the
-    text itself ends. The tokens that every compressed context starts with, such as BOS, count in |X| and p; the
-    collator puts them there. |X| is uniform from `min_document_tokens` to `max_document_tokens`, as far as the text
-    goes. The sources have the tasks reconstruction and continuation.
+    A document X is a window of a text, its length |X| uniform from `min_document_tokens` to `max_document_tokens`. Its
+    first p = floor(|X| / 2) tokens are the context, the rest is the completion (EPL, section 3.1.1 and Appendix C).
+    The tokens that every compressed context starts with, such as BOS, count in |X| and p; the collator puts them
+    there.
     """
 
     tasks = frozenset(JOINT_TASKS)
@@ -82,12 +80,9 @@ class JointDataset(CompressionDataset):
 class JointPretrainingTrainer(CompressionTrainer):
     r"""Trains a compressor to repeat its context and to go on after it: alpha * AE + (1 - alpha) * LM.
 
-    EPL, section 3.1.1, equations 2 and 3 and the weighted loss. A context is encoded once; both texts are read behind
-    the same slots, at every ratio of the step. Each loss is a mean over its own target tokens, of the whole step
-    (accumulated batches and all processes); ratios are summed.
-
-    With `alpha` 0 or 1 the text without weight is not read at all. Arguments as for `CompressionTrainer`; batches come
-    from `CompressionCollator(mode="joint")`.
+    EPL, section 3.1.1, equations 2 and 3. Both texts are read behind the same slots, at every ratio of the step. Each
+    loss is a mean over its own target tokens of the whole step. A text without weight is not read. Arguments are as
+    for `CompressionTrainer`.
     """
 
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):

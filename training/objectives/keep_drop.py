@@ -31,9 +31,7 @@ _SHARE_WITHOUT_QUESTION = 1 / 6
 def drawn_examples(data: DataArguments, number: int, seed: int) -> list[dict[str, Any]]:
     """Draw texts of at most `max_context_tokens` words by the weights of their sources, some without a question.
 
-    Returns:
-        For each example `text`, `question` (`None` without) and `labels`, the probability that each word is kept.
-        Without a question it is the mean over the text's questions.
+    Examples have `text`, `question` or `None`, and `labels`, the probability that each word is kept.
     """
     rng = random.Random(seed)
     sources = data.parsed_sources()
@@ -59,11 +57,7 @@ def drawn_examples(data: DataArguments, number: int, seed: int) -> list[dict[str
 
 
 def answer_labels(text: str, question: str, answers: Sequence[str]) -> list[float]:
-    """Return the probability that each word of a text is kept for a question.
-
-    Words of the sentence that has most of an answer's words are kept; of several, the one that has most of the
-    question's.
-    """
+    """Return the probability that each word is kept: those of the sentence with most of an answer's words are."""
     words, sentences = plain_words(text), word_sentences(text)
     wanted, asked = [set(plain_words(answer)) for answer in answers], set(plain_words(question))
 
@@ -82,12 +76,7 @@ def answer_labels(text: str, question: str, answers: Sequence[str]) -> list[floa
 def pruned_tokenizer(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], size: int
 ) -> tuple[PreTrainedTokenizerBase, list[int]]:
-    """Keep the pieces of a WordPiece vocabulary that texts have most often, all of one ASCII character and the special
-    tokens.
-
-    Returns:
-        The tokenizer, and the earlier id of each of its tokens.
-    """
+    """Keep the most frequent pieces, those of one ASCII character and special tokens; also return their old ids."""
     vocabulary, special = tokenizer.get_vocab(), set(tokenizer.all_special_tokens)
     counts = Counter(token for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"] for token in ids)
     needed = {token for token in vocabulary if token in special or _is_letter(token.removeprefix("##"))}
@@ -136,10 +125,7 @@ def student(
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an example as `input_ids` and `labels` of tokens, cut to the classifier's positions, and its document.
-
-    Each token of the text has the label of its word.
-    """
+    """Return an example as `input_ids` and `labels` (each token's word's), cut to the positions, and its document."""
     text, question = example["text"], example["question"]
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     places = word_places(encoding["offset_mapping"], word_spans(text))
@@ -155,11 +141,7 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) ->
 
 
 class KeepDropCollator:
-    """Pads rows of [`tokenized`] to a batch.
-
-    Args:
-        pad_token_id: fills `input_ids`.
-    """
+    """Pads rows of [`tokenized`] to a batch."""
 
     def __init__(self, pad_token_id: int):
         self.pad_token_id = pad_token_id
@@ -177,10 +159,7 @@ class KeepDropCollator:
 
 
 class KeepDropTrainer(BaseTrainer):
-    """A `Trainer` of token classifiers whose labels are probabilities.
-
-    Takes the arguments of `transformers.Trainer`; batches come from [`KeepDropCollator`].
-    """
+    """A `Trainer` of token classifiers whose labels are probabilities, on batches of [`KeepDropCollator`]."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the mean cross-entropy of the labels over tokens."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -27,11 +28,9 @@ class _Text(NamedTuple):
 class PackedTexts(CompressionDataset):
     """Contexts of `max_context_tokens` from a stream of texts, each with the `max_target_tokens` that follow it.
 
-    The texts of a source stand one behind the other in a shuffled order, anew in each round, with EOS behind each that
-    is not cut from a longer one. The stream is cut every `max_context_tokens + max_target_tokens` tokens, so that a
-    batch has no pads (ComprExIT, appendix A.2). Prompts have their first template. `id` names all texts of an example.
-
-    Texts are tokenized in order: a run that is resumed reads once through those that it has behind it.
+    The texts of a source stand one behind the other, in another order in each round, with EOS behind each that is not
+    cut from a longer one. Batches have no pads (ComprExIT, appendix A.2). Texts are tokenized in order: a run that is
+    resumed reads once through those that it has behind it.
     """
 
     tasks = frozenset({"continuation"})
@@ -104,3 +103,15 @@ class PackedTexts(CompressionDataset):
                 text = _Text(source.identifier(row), source.document_ids("continuation", row), ids)
             self._open = ((position, turn), text)
         return self._open[1]
+
+
+class PackedBlocks(PackedTexts):
+    """Blocks of a stream of texts as they are: `token_ids`, `id`, `num_cut`, `index`, `documents`."""
+
+    def _example_of(self, ids: list[int], name: str) -> dict[str, Any]:
+        return {"token_ids": ids, "id": name, "num_cut": 0}
+
+    @staticmethod
+    def num_tokens(example: Mapping[str, Any]) -> int:
+        """Return the length of an example."""
+        return len(example["token_ids"])

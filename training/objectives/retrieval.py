@@ -32,9 +32,7 @@ _SIDES = ("query", "document")
 def contrastive_loss(
     scores: Tensor, query_keys: Tensor, document_keys: Tensor, first_document: int = 0, temperature: float = 1.0
 ) -> Tensor:
-    """Cross-entropy of each query's own document among all documents of the batch (in-batch negatives).
-
-    A document that the batch holds twice, and another one of the same query, are no negatives.
+    """Return the cross-entropy of each query's document among those of the batch; equal queries' are no negatives.
 
     Args:
         scores: `(num_queries, num_documents)`; query i belongs to the document `first_document + i`.
@@ -48,10 +46,7 @@ def contrastive_loss(
 
 
 def gathered(vectors: Tensor, mask: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
-    """Vectors `(batch_size, length, vector_size)`, masks and keys `(batch_size,)` of all processes, by rank.
-
-    The rows come in the greatest length of all processes; vectors with their gradients.
-    """
+    """Gather padded vectors, with their gradients, masks and keys of all processes, by rank."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return vectors, mask, *keys
     length = torch.tensor(vectors.shape[1], device=vectors.device)
@@ -65,8 +60,7 @@ def gathered(vectors: Tensor, mask: Tensor, *keys: Tensor) -> tuple[Tensor, ...]
 class RetrievalPairs(Dataset):
     """Queries, each with a document that answers it: `query_ids`, `document_ids`, `id`, `num_cut`, `documents`.
 
-    Two examples with one `query_key` have the same query, with one `document_key` the same document. The sources of
-    `data` are [`RetrievalSource`] or their fields; queries are cut to `max_query_tokens`, documents to
+    Equal queries have one `query_key`, equal documents one `document_key`. Texts are cut to `max_query_tokens` and
     `max_context_tokens`.
     """
 
@@ -127,13 +121,11 @@ class RetrievalCollator:
 class RetrievalTrainer(BaseTrainer):
     r"""Trains a dual encoder, one model for queries and documents, with the Chamfer similarity in a contrastive loss.
 
-    Negatives are the other documents of the batch, those of all devices; the loss of several devices is that of one
-    with all their rows. Query and document have the same ratio; with several ratios, their losses add up.
+    Negatives are the other documents of the batch, those of all devices included. Losses of several ratios add up.
 
     Args:
         model: a [`DeCALForRetrieval`], or anything with its `encode`.
-        args ([`TrainingConfig`]): training arguments; `contrastive_temperature` divides the scores, `ratio_mode` is
-            "all".
+        args ([`TrainingConfig`]): `contrastive_temperature` divides the scores.
         kwargs: as for `transformers.Trainer`; batches come from [`RetrievalCollator`].
     """
 

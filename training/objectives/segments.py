@@ -17,36 +17,23 @@ from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from .compression import load, trainer_arguments
 from .compression_collator import CompressionCollator
 from .compression_trainer import CompressionTrainer, count_targets
-from .packed_texts import PackedTexts
+from .packed_texts import PackedBlocks
 
 SoftPrompt = tuple[Tensor, Tensor]
 
 
-class SegmentDataset(PackedTexts):
-    """Blocks of `max_document_tokens` from a stream of texts: `document_ids`, `id`, `index`, `documents`.
-
-    Texts stand one behind the other as in [`PackedTexts`], with EOS behind each. What every context starts with, such
-    as BOS, counts among the tokens of a block; the collator puts it there.
-    """
+class SegmentDataset(PackedBlocks):
+    """Blocks of `max_document_tokens`, what every context starts with included; the collator puts that there."""
 
     def _block_size(self) -> int:
         return self.data.max_document_tokens - len(context_start_ids(self.tokenizer))
 
-    def _example_of(self, ids: list[int], name: str) -> dict[str, Any]:
-        return {"document_ids": ids, "id": name, "num_cut": 0}
-
-    @staticmethod
-    def num_tokens(example: Mapping[str, Any]) -> int:
-        """Return the length of an example."""
-        return len(example["document_ids"])
-
 
 class SegmentCollator(CompressionCollator):
-    """Blocks become `input_ids`, `attention_mask`, `labels` and `segment_lengths`, which all rows of a batch share.
+    """Makes `input_ids`, `attention_mask`, `labels` and `segment_lengths`, which all rows of a batch share, of blocks.
 
-    A batch is cut into equal substeps, and each of these into segments: at random places, drawn from the seed and the
-    batch's first example, or in equal parts. The first token of a substep has no label, since no state predicts it:
-    that of the token before it belongs to the substep before. No gradient flows between substeps.
+    A batch is cut into equal substeps, and these into segments: at random by the seed, or in equal parts. The first
+    token of a substep has no label, since the state before it belongs to another backward pass.
     """
 
     def __init__(
@@ -64,7 +51,7 @@ class SegmentCollator(CompressionCollator):
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a batch; tensors are `(batch_size, num_tokens)`, `segment_lengths` has a list for each substep."""
-        rows = [[*self.context_start_ids, *example["document_ids"]] for example in examples]
+        rows = [[*self.context_start_ids, *example["token_ids"]] for example in examples]
         ids = torch.tensor(rows)
         length = ids.shape[1]
         places = [length * step // self.substeps for step in range(self.substeps + 1)]
@@ -99,11 +86,9 @@ class SegmentCollator(CompressionCollator):
 class SegmentTrainer(CompressionTrainer):
     r"""Trains an AutoCompressor to predict every token behind the summaries of the segments before it.
 
-    Section 3 of the paper. The segments of a substep are read one after the other with gradient through their
-    summaries; between substeps summaries are detached, and each substep has its own backward pass. With two segments
-    in a substep, gradient crosses exactly one border. The states of a substep's segments are joined before they
-    predict: the first token of a segment is predicted by the last one of the segment before, which has not read its
-    summary (the authors' code). The loss is the mean over all predicted tokens of a step; several ratios are summed.
+    Section 3 of the paper. The segments of a substep are read with gradient through their summaries; between substeps
+    summaries are detached, and each substep has its own backward pass. The first token of a segment is predicted by
+    the last one of the segment before, which has not read its summary (the authors' code).
 
     Args:
         model: an AutoCompressor that is one model throughout: of a shared adapter, or without adapters.

@@ -19,10 +19,7 @@ _LORA = {"rank": 16, "alpha": 16, "dropout": 0.0, "target_modules": "all-linear"
 
 
 class TeacherTrainer(BaseTrainer, SFTTrainer):
-    """Supervised fine-tuning of a plain language model on full contexts: the teacher of distillation.
-
-    Takes the arguments of `trl.SFTTrainer`; batches come from `CompressionCollator(mode="full_context")`.
-    """
+    """Supervised fine-tuning of a plain language model on full contexts, with the arguments of `trl.SFTTrainer`."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         # Examples are tokenized already.

@@ -18,9 +18,9 @@ from .compression_trainer import MIXED_RATIOS, CompressionTrainer
 
 
 class WindowDataset(CompressionDataset):
-    """Examples whose texts to be continued are learned whole: `context_ids` is empty, and `target_ids` a window of
-    `min_context_tokens` to `max_context_tokens` tokens from a random place. Of questions and summaries answers alone
-    are learned. Rows with shorter texts are passed over; shorter generated documents are taken as they are.
+    """Examples without a context, whose `target_ids` are a window of a text from a random place, learned whole.
+
+    Of questions and summaries answers alone are learned. Rows with texts below `min_context_tokens` are passed over.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -43,10 +43,8 @@ class WindowDataset(CompressionDataset):
 class WindowTrainer(CompressionTrainer):
     r"""Trains Activation Beacon to predict the next token of a text in every window.
 
-    A window is read behind the beacons of all windows before it, whose keys and values carry the gradient; the last
-    one has no beacons. In training a ratio is drawn for each window of a step, from the seed and the step; evaluation
-    has one loss for each ratio, the same in all windows, and their sum. The loss is the mean over the predicted tokens
-    of a step, those of the first window included.
+    A window is read behind the beacons of all windows before it, whose keys and values carry the gradient. In training
+    a ratio is drawn for each window of a step; evaluation has one loss for each ratio, and their sum.
 
     Args:
         model: an Activation Beacon compressor.
