@@ -70,11 +70,9 @@ def convert(
 
     Args:
         name: a name of `PUBLISHED_SETS`.
-        output: the Parquet file.
         split: "train", "validation" or "test", or as the data set calls it.
         source: a file or pattern with what was published; `None` reads the Hub, as a stream.
         supporting_passages, separate_passages: see [`DataSource`].
-        overwrite: replace a file that is there.
     """
     check_choice("data set", name, PUBLISHED_SETS)
     entry, done = PUBLISHED_SETS[name], Conversion(Path(output))

@@ -56,7 +56,6 @@ def load_datasets(
         sources: in any form that `parse_sources` takes.
         tokenizer: measures the length of generated documents and needles, which `seed` draws.
         domain: "in" or "out".
-        data_dir: folder that files are relative to.
     """
     for place in sources:
         if isinstance(place, str) and (Path(data_dir or ".") / place).is_dir():

@@ -37,7 +37,6 @@ def generation_flops(
     """Return the operations of answering with a key/value cache: F^Decoder of equation 11 over the answer's passes.
 
     Args:
-        config: the decoder's configuration.
         num_slots: ceil(L / r), or the context's L tokens themselves.
         question_length: L_q.
         answer_length: L_a, tokens to write, one a pass.

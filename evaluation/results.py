@@ -38,6 +38,7 @@ from .rows import (
     EvaluationRow,
     SampleAnswers,
     alternative_condition,
+    ratio_of,
 )
 from .samples import EvaluationDataset, Sample
 from .settings import ALTERNATIVES, NUM_RESAMPLES
@@ -203,13 +204,15 @@ def add_results(
             kept = 100 * float(teacher_normalized(*(statistics[condition][main].score() for condition in conditions)))
             shares = teacher_normalized(*(resampled[condition, main] for condition in conditions))
             intervals[RETENTION] = interval(100 * shares)
+        ratio = ratio_of(name)
+        same_positions = [] if ratio is None else [alternative_condition(kind, ratio) for kind in ALTERNATIVES]
         differences = {
             other: {
                 "metric": main,
                 "difference": scores[main] - statistics[other][main].score(),
                 "interval": interval(resampled[name, main] - resampled[other, main]),
             }
-            for other in _same_positions(name)
+            for other in same_positions
             if other in statistics
         }
         report.rows.append(
@@ -230,12 +233,6 @@ def add_results(
             )
         )
     report.answers += _answers(dataset.name, task, tallies, statistics)
-
-
-def _same_positions(condition: str) -> list[str]:
-    """The alternatives that fill as many positions as a ratio's slots."""
-    name, _, ratio = condition.partition("=")
-    return [alternative_condition(kind, int(ratio)) for kind in ALTERNATIVES if name == "ratio"]
 
 
 def _answers(

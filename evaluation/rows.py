@@ -119,18 +119,14 @@ def row_from(content: dict[str, Any]) -> EvaluationRow:
     read = {name: value for name, value in content.items() if name in known}
     read["task"] = as_spelled_now(content["task"])
     read["metrics"] = {name: number_of(value) for name, value in content["metrics"].items()}
-    read["intervals"] = {name: _interval_of(ends) for name, ends in content.get("intervals", {}).items()}
+    read["intervals"] = {name: tuple(map(number_of, ends)) for name, ends in content.get("intervals", {}).items()}
     if content.get("retention") is not None:
         read["retention"] = number_of(content["retention"])
-    read["differences"] = {
-        other: entry | {"difference": number_of(entry["difference"]), "interval": _interval_of(entry["interval"])}
-        for other, entry in content.get("differences", {}).items()
-    }
+    read["differences"] = {}
+    for other, entry in content.get("differences", {}).items():
+        numbers = {"difference": number_of(entry["difference"]), "interval": tuple(map(number_of, entry["interval"]))}
+        read["differences"][other] = entry | numbers
     return EvaluationRow(**read)
-
-
-def _interval_of(ends: Sequence[float | str | None]) -> tuple[float, float]:
-    return number_of(ends[0]), number_of(ends[1])
 
 
 def number_of(value: float | str | None) -> float:

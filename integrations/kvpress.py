@@ -35,8 +35,7 @@ class RankedKeyValuesPress(BasePress):
         checkpoint: folder of a checkpoint of ranked key/values, such as `context-compressors fit` writes. With an
             adapter of its own, the model must be the decoder that `publish export-decoder` writes.
         compression_ratio: share of the pairs that are dropped.
-        num_opening_tokens: first tokens of every context, which stay: those of the chat template. The checkpoint's
-            own `opening_ids` if not given.
+        num_opening_tokens: first tokens of every context, which stay; as many as the checkpoint's `opening_ids`.
     """
 
     checkpoint: str = ""

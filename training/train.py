@@ -81,10 +81,8 @@ class LogAnswersCallback(TrainerCallback):
 
     Args:
         rows: Mappings with `context`, `question` and `answers` (a list of texts): few, and none that is trained on.
-        tokenizer: That of the compressor.
         steps: Training steps from one asking to the next.
         ratio: Context tokens per slot; the model's default if not given.
-        max_new_tokens: The longest answer in tokens.
     """
 
     def __init__(

@@ -36,11 +36,9 @@ class CompressionDataset(Dataset):
 
     Args:
         data: the sources, and how examples are made of them.
-        tokenizer: makes the token ids.
         num_examples: length of the data set; `None` for as many as there are rows, without weights each row once.
         batch_size: rows in a batch; `data.group_batches` batches are sorted by length together, and dealt out at
             random.
-        seed: everything is drawn from it.
         context_tokenizer: the encoder's, where it reads other tokens than the decoder.
         ratio: context tokens per slot, by which lengths are counted.
     """

@@ -79,7 +79,8 @@ def pruned_tokenizer(
     """Keep the most frequent pieces, those of one ASCII character and special tokens; also return their old ids."""
     vocabulary, special = tokenizer.get_vocab(), set(tokenizer.all_special_tokens)
     counts = Counter(token for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"] for token in ids)
-    needed = {token for token in vocabulary if token in special or _is_letter(token.removeprefix("##"))}
+    letters = {token for token in vocabulary if len(piece := token.removeprefix("##")) == 1 and piece.isascii()}
+    needed = letters | special
     by_count = sorted(
         vocabulary, key=lambda token: (token not in needed, -counts[vocabulary[token]], vocabulary[token])
     )
@@ -98,10 +99,6 @@ def pruned_tokenizer(
         **{name: getattr(tokenizer, name) for name in names},
     )
     return small, [vocabulary[token] for token in kept]
-
-
-def _is_letter(piece: str) -> bool:
-    return len(piece) == 1 and piece.isascii()
 
 
 def student(

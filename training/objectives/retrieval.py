@@ -125,7 +125,6 @@ class RetrievalTrainer(BaseTrainer):
 
     Args:
         model: a [`DeCALForRetrieval`], or anything with its `encode`.
-        args ([`TrainingConfig`]): `contrastive_temperature` divides the scores.
         kwargs: as for `transformers.Trainer`; batches come from [`RetrievalCollator`].
     """
 
