@@ -211,8 +211,13 @@ def generated_document(
     source: DataSource, seed: int, num_tokens: int, tokenizer: PreTrainedTokenizerBase
 ) -> GeneratedDocument:
     """Generate a document of a source's kind and split in at most so many tokens of this tokenizer."""
-    options = {"kind": source.kind, "split": source.split, "count_tokens": lambda text: len(encode(tokenizer, text))}
-    return generate_document(seed, num_tokens=num_tokens, **options)
+
+    def count_tokens(text: str) -> int:
+        return len(encode(tokenizer, text))
+
+    return generate_document(
+        seed, num_tokens=num_tokens, kind=source.kind, split=source.split, count_tokens=count_tokens
+    )
 
 
 def draw_document(

@@ -160,7 +160,7 @@ class PairedDifference:
 
     @property
     def verdict(self) -> str:
-        """Of the first one: "better", "worse", or "inconclusive" where the interval includes 0."""
+        """Return "better", "worse", or "inconclusive" where the interval includes 0, of the first one."""
         return verdict(self.interval, self.metric)
 
 

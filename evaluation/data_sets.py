@@ -62,12 +62,10 @@ def load_datasets(
             raise ValueError(f"{place!r} is a folder: name its files, such as {place}/*.parquet")
     datasets: list[EvaluationDataset] = []
     for source in parse_sources(sources):
-        length = source.document_tokens or _DOCUMENT_TOKENS
         if source.kind == NEEDLES:
-            number = source.max_samples or _NUM_DOCUMENTS
-            of_source = [_needles(source, tokenizer, domain, data_dir, seed, number, length)]
+            of_source = [_needles(source, tokenizer, domain, data_dir, seed)]
         elif source.generated:
-            examples = _generated_examples(source, tokenizer, seed, length)
+            examples = _generated_examples(source, tokenizer, seed)
             of_source = [EvaluationDataset(data_set_name(source), examples, domain, source.max_samples, source.tasks)]
         else:
             of_source = _read(source, domain, data_dir, seed)
@@ -141,15 +139,10 @@ def _read(source: DataSource, domain: str, data_dir: str | None, seed: int) -> l
 
 
 def _needles(
-    source: DataSource,
-    tokenizer: PreTrainedTokenizerBase,
-    domain: str,
-    data_dir: str | None,
-    seed: int,
-    number: int,
-    num_tokens: int,
+    source: DataSource, tokenizer: PreTrainedTokenizerBase, domain: str, data_dir: str | None, seed: int
 ) -> EvaluationDataset:
-    """Needles in running text, in contexts of one length."""
+    """Return needles in running text, in contexts of one length."""
+    number, num_tokens = source.max_samples or _NUM_DOCUMENTS, source.document_tokens or _DOCUMENT_TOKENS
     # A stream needs an end.
     needs_samples = source.streaming and source.rows is None
     table = read_rows(source if needs_samples else replace(source, max_samples=None), data_dir, seed)
@@ -158,18 +151,16 @@ def _needles(
     return EvaluationDataset(name, examples, domain, only=("question_answering",))
 
 
-def _generated_examples(
-    source: DataSource, tokenizer: PreTrainedTokenizerBase, seed: int, num_tokens: int
-) -> list[dict[str, Any]]:
+def _generated_examples(source: DataSource, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[dict[str, Any]]:
     if source.config is not None:
         check_choice("kind of generated questions:", source.config, _HOPS)
     if source.kind is not None:
-        check_choice("kind of generated documents:", source.kind, [*KINDS, *_HOPS])
+        check_choice("kind of generated documents:", source.kind, KINDS)
     hops = _HOPS.get(source.config or "")
     rng = random.Random(f"{seed}/evaluation")
     examples = []
     for _ in range(_NUM_DOCUMENTS):
-        document = _draw_document(source, tokenizer, rng, num_tokens)
+        document = _draw_document(source, tokenizer, rng, source.document_tokens or _DOCUMENT_TOKENS)
         examples += [
             {"context": document.text, "question": question.question, "answers": [question.answer]}
             for question in document.questions

@@ -147,7 +147,7 @@ class Tally:
         return _known({"compress": compress, "answer": self.answer_seconds.mean()})
 
     def _first_of_contexts(self) -> list[int]:
-        """Of each context the first sample: one that is asked several times counts once."""
+        """Return the first sample of each context: one that is asked several times counts once."""
         first: dict[Hashable, int] = {}
         for row, sample in enumerate(self.samples):
             first.setdefault(tuple(sample.context_ids), row)

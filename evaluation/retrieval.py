@@ -100,7 +100,7 @@ class Rankings:
         self._ids = np.take_along_axis(all_ids, places[:, : self._top_k].numpy(), axis=1)
 
     def documents(self) -> list[list[str]]:
-        """For each query the ids of its documents, the best first, without those at minus infinity."""
+        """Return the ids of each query's documents, the best first, without those at minus infinity."""
         found = self._scores > -torch.inf
         return [ids[kept].tolist() for ids, kept in zip(self._ids, found.numpy(), strict=True)]
 

@@ -107,7 +107,7 @@ class SlotOrigins:
     chunks: tuple[Tensor, ...]
 
     def strongest(self, most: int) -> list[list[tuple[int, float]]]:
-        """For each slot the places of its tokens in the document and their weights, in the order of the text."""
+        """Return the places of each slot's tokens in the document and their weights, in the order of the text."""
         found, first = [], 0
         for weights in self.chunks:
             for slot in weights:

@@ -172,7 +172,8 @@ class TrainingFields:
         check_choice("optimizer", self.optimizer, ("adamw", "adafactor"))
         check_choice("ratio_mode", self.ratio_mode, ("all", "random", "per_sample"))
         check_choice("context_mode", self.context_mode, CONTEXT_MODES)
-        check_choice("save_dtype", self.save_dtype, (None, *DTYPES))
+        if self.save_dtype is not None:
+            check_choice("save_dtype", self.save_dtype, DTYPES)
         self.ratio_schedule = _structured("ratio_schedule", self.ratio_schedule, list)
         if self.ratio_schedule is not None:
             if self.ratio_mode == "per_sample":

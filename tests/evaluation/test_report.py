@@ -101,7 +101,7 @@ def test_intervals_retention_and_costs_are_in_file_and_table(tmp_path):
         "1.000",
         "65.00 [51.00, inf]",
     )
-    assert (found["slots"], found["bytes"], found["positions"]) == ("45.50", "52,416", "70.25")
+    assert (found["slots"], found["memory bytes"], found["decoder positions"]) == ("45.50", "52,416", "70.25")
     assert report.conditions(QA) == ["ratio=4", "cut=4", "bm25=4"]
     assert report.ratios(QA) == [4]
 

@@ -126,7 +126,7 @@ class CompressionDataset(Dataset):
         return [(size, tasks) for size, (_, tasks) in zip(sizes, self.data.task_schedule, strict=True)]
 
     def _tasks_at(self, index: int, tasks: Sequence[str]) -> list[str]:
-        """Those of a source's tasks that an example may have, as often as the source names them."""
+        """Return the tasks of a source that an example may have, as often as the source names them."""
         if self.data.task_per_batch:
             index -= index % self.batch_size
         tasks = list(tasks)
