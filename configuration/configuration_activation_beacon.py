@@ -35,6 +35,8 @@ class ActivationBeaconConfig(CompressorConfig):
     objectives = (*CompressorConfig.objectives, "windows")
     carrier = "key_values"
     has_chunks = False
+    # A context is read window by window, see `max_context_tokens`.
+    encoder_limit = None  # type: ignore[assignment]
     # A text goes on where its windows end.
     opens_context = True
     card_fields = {
@@ -70,11 +72,6 @@ class ActivationBeaconConfig(CompressorConfig):
         check_left_out(
             self, _LEFT_OUT, "the base reads a context window by window, and beacons alone have maps of their own"
         )
-
-    @property
-    def encoder_limit(self) -> int | None:
-        """None of a whole context: it is read window by window, see `max_context_tokens`."""
-        return None
 
     def window_tokens(self, ratio: int) -> int:
         """Tokens of a full window: whole groups of r."""

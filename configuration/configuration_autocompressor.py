@@ -9,7 +9,6 @@ from .field_checks import lora_or, one_of
 from .layer_shape import stack_flops
 
 COMPRESSOR, READER = "compressor", "reader"
-TRAINING_STAGES = (COMPRESSOR, READER)
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -62,7 +61,7 @@ class AutoCompressorConfig(MemoryTokensConfig):
         **kwargs: Any,
     ):
         self.accumulate_summaries = accumulate_summaries
-        self.training_stage = one_of("training_stage", training_stage, TRAINING_STAGES)
+        self.training_stage = one_of("training_stage", training_stage, (COMPRESSOR, READER))
         lora = {"dropout": 0.05, "target_modules": _ATTENTION}
         if shared_adapter is None:
             shared_adapter = encoder_lora is not None and kwargs.get("encoder_config") is None
@@ -80,14 +79,9 @@ class AutoCompressorConfig(MemoryTokensConfig):
         )
         # Merged into the weights, there are no adapters at all.
         if training_stage == READER and self.encoder_lora is not None and self.decoder_adapter is None:
-            raise ValueError(
-                "`training_stage='reader'` trains a `decoder_lora` of its own beside the shared adapter, got None"
-            )
-        if self.position_layout != "default":
-            raise ValueError(
-                "`position_layout` must be 'default': positions count through summaries, segment and summary tokens, "
-                f"got {self.position_layout!r}"
-            )
+            raise ValueError("`training_stage='reader'` needs a `decoder_lora` beside the shared adapter, got None")
+        # Positions count through summaries, segment and summary tokens.
+        one_of("position_layout", self.position_layout, ("default",))
         if self.markers_per_chunk:
             raise ValueError(f"`slot_markers` must be left out: segments read none, got {self.slot_markers!r}")
 

@@ -7,8 +7,6 @@ from .configuration_compressor import CompressorConfig
 from .field_checks import lora_or, one_of
 from .layer_shape import linear_flops
 
-TOKEN_ATTENTIONS = ("causal", "bidirectional")
-
 
 class CompressionTokensConfig(CompressorConfig):
     """One learned token, repeated ceil(n / r) times behind the context: the baseline of "Simple Context Compression:
@@ -38,7 +36,7 @@ class CompressionTokensConfig(CompressorConfig):
         linear_after_encoder: bool = True,
         **kwargs: Any,
     ):
-        self.token_attention = one_of("token_attention", token_attention, TOKEN_ATTENTIONS)
+        self.token_attention = one_of("token_attention", token_attention, ("causal", "bidirectional"))
         self.linear_after_encoder = linear_after_encoder
         super().__init__(
             compression_ratios=compression_ratios,

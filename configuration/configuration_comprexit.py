@@ -7,7 +7,6 @@ from .configuration_compressor import CompressorConfig
 from .field_checks import int_between, one_of
 from .layer_shape import linear_flops, perceptron_flops
 
-SLOT_AGGREGATIONS = ("transport", "window_attention", "mean")
 GATE, LAST_LAYER = "gate", "last_layer"
 
 
@@ -82,7 +81,7 @@ class ComprExITConfig(CompressorConfig):
     ):
         self.gate_size = int_between("gate_size", gate_size, 1)
         self.gate_temperature = gate_temperature
-        self.slot_aggregation = one_of("slot_aggregation", slot_aggregation, SLOT_AGGREGATIONS)
+        self.slot_aggregation = one_of("slot_aggregation", slot_aggregation, ("transport", "window_attention", "mean"))
         self.window_size = int_between("window_size", window_size, 1)
         self.metric_size = int_between("metric_size", metric_size, 1)
         self.transport_epsilon = transport_epsilon
@@ -95,8 +94,7 @@ class ComprExITConfig(CompressorConfig):
         num_layers = self.get_encoder_config().num_hidden_layers
         if token_anchors not in (GATE, LAST_LAYER, *range(num_layers + 1)):
             raise ValueError(
-                f"`token_anchors` must be {GATE!r}, {LAST_LAYER!r} or a layer from 0 to {num_layers}, got "
-                f"{token_anchors!r}"
+                f"`token_anchors` must be 'gate', 'last_layer' or 0 to {num_layers}, got {token_anchors!r}"
             )
         self.token_anchors = token_anchors
 

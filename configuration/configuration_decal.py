@@ -10,10 +10,6 @@ from .configuration_compressor import RETRIEVAL_LOADER, CompressorConfig
 from .field_checks import check_left_out, one_of
 from .layer_shape import LayerShape
 
-COMPRESSIONS = ("latents", "attention_pooling", "none")
-LATENT_PLACEMENTS = ("prepended", "appended")
-ENCODER_ATTENTIONS = ("bidirectional", "causal")
-QUESTION_PLACEMENTS = ("decoder", "encoder")
 # Section 4.1: four times T5's own 32 buckets and maximum distance of 128; the rest is T5 v1.1.
 FROM_SCRATCH = {
     "model_type": "t5",
@@ -70,11 +66,11 @@ class DeCALConfig(CompressorConfig):
         question_placement: str = "decoder",
         **kwargs: Any,
     ):
-        self.compression = one_of("compression", compression, COMPRESSIONS)
-        self.latent_placement = one_of("latent_placement", latent_placement, LATENT_PLACEMENTS)
+        self.compression = one_of("compression", compression, ("latents", "attention_pooling", "none"))
+        self.latent_placement = one_of("latent_placement", latent_placement, ("prepended", "appended"))
         self.latent_pooling = latent_pooling
-        self.encoder_attention = one_of("encoder_attention", encoder_attention, ENCODER_ATTENTIONS)
-        self.question_placement = one_of("question_placement", question_placement, QUESTION_PLACEMENTS)
+        self.encoder_attention = one_of("encoder_attention", encoder_attention, ("bidirectional", "causal"))
+        self.question_placement = one_of("question_placement", question_placement, ("decoder", "encoder"))
         if isinstance(decoder_config, DeCALConfig):
             # The base is a checkpoint of this method: what matters is the T5 inside, and what its texts start with.
             if kwargs.get("decoder_start_token_id") is None:
@@ -110,14 +106,9 @@ class DeCALConfig(CompressorConfig):
         one_of("position_layout", self.position_layout, ("default",))
         one_of("prompt_format", self.prompt_format, ("plain",))
         if self.compression == "none" and self.compression_ratios != (1,):
-            raise ValueError(
-                f"`compression_ratios` must be 1 with `compression='none'`, got {self.compression_ratios!r}"
-            )
+            raise ValueError(f"`compression='none'` needs the ratio 1, got {self.compression_ratios!r}")
         if self.encoder_attention == "causal" and self.latent_placement != "appended":
-            raise ValueError(
-                "`encoder_attention='causal'` needs `latent_placement='appended'`: latents in front of the tokens "
-                f"would see none of them, got {self.latent_placement!r}"
-            )
+            raise ValueError(f"causal attention needs `latent_placement='appended'`, got {self.latent_placement!r}")
 
     @classmethod
     def default_auto_map(cls) -> dict[str, str]:

@@ -7,8 +7,6 @@ from typing import Any
 from .configuration_compressor import CompressorConfig
 from .field_checks import check_left_out, one_of
 
-# Positions in the memory, or in the context.
-SELECTION_LAYOUTS = ("default", "enhanced")
 # What trains, what cuts a context, and what stands in front of a memory that is made before its text is known.
 _LEFT_OUT = (
     *("encoder_lora", "decoder_lora", "encoder_config", "trainable_parameters", "task_token_ids"),
@@ -43,7 +41,7 @@ class KeyValueSelectionConfig(CompressorConfig):
     ):
         super().__init__(
             compression_ratios=compression_ratios,
-            position_layout=one_of("position_layout", position_layout, SELECTION_LAYOUTS),
+            position_layout=one_of("position_layout", position_layout, ("default", "enhanced")),
             bos_before_text=bos_before_text,
             **kwargs,
         )

@@ -7,8 +7,6 @@ from .configuration_key_value_selection import KeyValueSelectionConfig
 from .field_checks import int_between, one_of
 from .layer_shape import LayerShape
 
-HEAD_BUDGETS = ("shared", "uniform")
-
 
 class KVZipConfig(KeyValueSelectionConfig):
     """KVzip ([KVzip: Query-Agnostic KV Cache Compression with Context
@@ -33,14 +31,11 @@ class KVZipConfig(KeyValueSelectionConfig):
     }
 
     def __init__(self, head_budgets: str = "shared", repeat_size: int = 2048, **kwargs: Any):
-        self.head_budgets = one_of("head_budgets", head_budgets, HEAD_BUDGETS)
+        self.head_budgets = one_of("head_budgets", head_budgets, ("shared", "uniform"))
         self.repeat_size = int_between("repeat_size", repeat_size, 16)
         super().__init__(**kwargs)
         if self.position_layout == "default" and self.head_budgets == "shared":
-            raise ValueError(
-                "`position_layout='default'` numbers the keys of each head anew, and with `head_budgets='shared'` "
-                "heads keep unlike numbers of them: take 'enhanced', or 'uniform' budgets"
-            )
+            raise ValueError(f"`position_layout='default'` needs `head_budgets='uniform'`, got {self.head_budgets!r}")
 
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
         """The encoder's: the context, and each piece of it once more behind the context."""

@@ -4,11 +4,8 @@
 from typing import Any
 
 from .configuration_compressor import CompressorConfig
-from .field_checks import lora_or, one_of, positive_int_or_none
+from .field_checks import check_left_out, lora_or, one_of, positive_int_or_none
 from .layer_shape import linear_flops
-
-ENCODER_TYPES = ("language_model", "embeddings")
-ENCODER_ATTENTIONS = ("bidirectional", "causal")
 
 
 class MeanPoolingConfig(CompressorConfig):
@@ -52,23 +49,17 @@ class MeanPoolingConfig(CompressorConfig):
         self.normed_mlp_size = positive_int_or_none("normed_mlp_size", normed_mlp_size)
         self.normed_mlp_bias = normed_mlp_bias
         if self.linear_after_pooling and normed_mlp_size is not None:
-            raise ValueError(
-                "`normed_mlp_size` stands in W's place and goes with `linear_after_pooling=False`, got "
-                f"{normed_mlp_size!r}"
-            )
-        self.encoder_type = one_of("encoder_type", encoder_type, ENCODER_TYPES)
-        self.encoder_attention = one_of("encoder_attention", encoder_attention, ENCODER_ATTENTIONS)
+            raise ValueError(f"`normed_mlp_size` needs `linear_after_pooling=False`, got {normed_mlp_size!r}")
+        self.encoder_type = one_of("encoder_type", encoder_type, ("language_model", "embeddings"))
+        self.encoder_attention = one_of("encoder_attention", encoder_attention, ("bidirectional", "causal"))
         super().__init__(
             compression_ratios=compression_ratios,
             encoder_lora=lora_or(encoder_lora, {} if encoder_type == "language_model" else None),
             decoder_lora=lora_or(decoder_lora, {}),
             **kwargs,
         )
-        if self.encoder_type == "embeddings" and (self.encoder_lora is not None or self.encoder_config is not None):
-            raise ValueError(
-                "`encoder_type='embeddings'` has no encoder: `encoder_lora` and `encoder_config` must be None, got "
-                f"{self.encoder_lora!r} and {type(self.encoder_config).__name__}"
-            )
+        if self.encoder_type == "embeddings":
+            check_left_out(self, ("encoder_lora", "encoder_config"), "`encoder_type='embeddings'` has no encoder")
 
     @property
     def has_encoder(self) -> bool:  # type: ignore[override]

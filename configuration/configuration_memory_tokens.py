@@ -6,7 +6,6 @@ from typing import Any, cast
 from .configuration_compressor import CompressorConfig
 from .field_checks import lora_or, one_of
 
-MEMORY_TOKENS = ("by_ratio", "fixed")
 MEMORY_STARTS = ("embedding_statistics", "standard_normal", "eos")
 TASK_TOKENS = ("[AE]", "[LM]")
 
@@ -43,7 +42,7 @@ class MemoryTokensConfig(CompressorConfig):
         task_token_ids: dict[str, int] | None = None,
         **kwargs: Any,
     ):
-        self.memory_tokens = one_of("memory_tokens", memory_tokens, MEMORY_TOKENS)
+        self.memory_tokens = one_of("memory_tokens", memory_tokens, ("by_ratio", "fixed"))
         self.memory_start = one_of("memory_start", memory_start, MEMORY_STARTS)
         default_lora = {"rank": 128, "alpha": 256.0, "dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
         super().__init__(

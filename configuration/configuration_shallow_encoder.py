@@ -10,7 +10,6 @@ from .configuration_compressor import CompressorConfig
 from .field_checks import int_between, lora_or, one_of
 
 AUTOENCODING, KEFT = "autoencoding", "keft"
-TRAINING_STAGES = (AUTOENCODING, KEFT)
 # W_Q, W_K and W_V of every decoder layer, one by one or in one map; their biases belong to them.
 QUERY_KEY_VALUE = (
     r"(^|\.)language_model\.layers\.\d+\.(.+\.)?"
@@ -54,7 +53,7 @@ class ShallowEncoderConfig(CompressorConfig):
         bos_before_text: bool = False,
         **kwargs: Any,
     ):
-        self.training_stage = one_of("training_stage", training_stage, TRAINING_STAGES)
+        self.training_stage = one_of("training_stage", training_stage, (AUTOENCODING, KEFT))
         default_lora = {"rank": 128, "alpha": 32.0, "dropout": 0.05, "target_modules": "all-linear"}
         super().__init__(
             compression_ratios=compression_ratios,

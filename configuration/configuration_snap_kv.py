@@ -7,8 +7,6 @@ from .configuration_key_value_selection import KeyValueSelectionConfig
 from .field_checks import int_between, one_of
 from .layer_shape import LayerShape
 
-QUESTION_PLACEMENTS = ("decoder", "encoder")
-
 
 class SnapKVConfig(KeyValueSelectionConfig):
     """SnapKV ([SnapKV: LLM Knows What You are Looking for Before Generation](https://arxiv.org/abs/2404.14469)): the
@@ -47,7 +45,7 @@ class SnapKVConfig(KeyValueSelectionConfig):
         if self.kernel_size % 2 == 0:
             raise ValueError(f"`kernel_size` must be odd, so that a pool has a middle, got {kernel_size}")
         self.pooling = one_of("pooling", pooling, ("average", "max"))
-        self.question_placement = one_of("question_placement", question_placement, QUESTION_PLACEMENTS)
+        self.question_placement = one_of("question_placement", question_placement, ("decoder", "encoder"))
         super().__init__(**kwargs)
 
     @property

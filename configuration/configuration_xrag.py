@@ -39,6 +39,8 @@ class XRAGConfig(CompressorConfig):
     """
 
     model_type = "xrag_compressor"
+    # Each passage starts anew.
+    encoder_limit = None  # type: ignore[assignment]
     card_fields = {
         **CompressorConfig.card_fields,
         "passage_readout": "Embedding of a passage",
@@ -80,10 +82,6 @@ class XRAGConfig(CompressorConfig):
         encoder = self.get_encoder_config()
         limit = max_positions(encoder)
         return limit - encoder.pad_token_id - 1 if encoder.model_type in _POSITIONS_BEHIND_PAD else limit
-
-    @property
-    def encoder_limit(self) -> None:
-        """None: each passage starts anew."""
 
     def _fits(self, num_tokens: int, ratio: int) -> bool:
         limit = self._positions

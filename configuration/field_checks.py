@@ -79,9 +79,7 @@ def lora_settings(field: str, value: Any) -> dict[str, Any] | None:
     targets = lora["target_modules"]
     if targets != "all-linear":
         if isinstance(targets, str) or not targets:
-            raise ValueError(
-                f"`{field}['target_modules']` must be 'all-linear' or a list of module names, got {targets!r}"
-            )
+            raise ValueError(f"`{field}['target_modules']` must be 'all-linear' or a list of names, got {targets!r}")
         lora["target_modules"] = list(targets)
     return lora
 
@@ -95,7 +93,6 @@ def prompt_map(value: dict[str, str] | None) -> dict[str, str] | None:
         check_choice("task of `prompts`:", task, PROMPTED_TASKS)
         if prompt.count("{question}") != (task == "question_answering"):
             raise ValueError(
-                f"`prompts` must hold {{question}} once in 'question_answering' and nowhere else, got {task!r}: "
-                f"{prompt!r}"
+                f"`prompts` hold {{question}} once in 'question_answering' alone, got {task!r}: {prompt!r}"
             )
     return value

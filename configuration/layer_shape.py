@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 _UNGATED = ("bert", "roberta", "xlm-roberta", "mpnet", "gpt_neox", "opt")
 
 
+def key_value_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Return layers, key/value heads and head dimension of a language model."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """Sizes of a transformer layer that its operations depend on.
@@ -49,15 +56,9 @@ class LayerShape:
         names = ("hidden_size", "num_attention_heads", "intermediate_size")
         if missing := [name for name in names if getattr(config, name, None) is None]:
             raise ValueError(f"a configuration of type {config.model_type!r} has no {', '.join(missing)}")
-        heads = config.num_attention_heads
-        return cls(
-            config.hidden_size,
-            getattr(config, "head_dim", None) or config.hidden_size // heads,
-            heads,
-            getattr(config, "num_key_value_heads", None) or heads,
-            config.intermediate_size,
-            config.model_type not in _UNGATED,
-        )
+        _, key_value_heads, head_dim = key_value_shape(config)
+        sizes = (config.hidden_size, head_dim, config.num_attention_heads, key_value_heads, config.intermediate_size)
+        return cls(*sizes, config.model_type not in _UNGATED)
 
     def parts(self, length: int, num_past: int = 0) -> dict[str, int]:
         """Operations of the layer by part.

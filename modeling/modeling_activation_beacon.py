@@ -213,10 +213,6 @@ class ActivationBeaconModel(CompressorModel):
         order = text.attention_mask.argsort(dim=1, stable=True, descending=True).argsort(dim=1)
         return take_places(joined, order.clamp(max=joined.shape[1] - 1))
 
-    def sliding_memory(self, ratio: int | None = None, max_slots: int = 1024) -> SlidingMemory:
-        """Start a memory of a text that goes on for ever, in bounded space; see [`SlidingMemory`]."""
-        return SlidingMemory(self, ratio, max_slots)
-
     def empty_memory(self, batch_size: int) -> BeaconMemory:
         """Return what is remembered before the first window."""
         backbone = self.encoder_backbone
@@ -361,5 +357,5 @@ class ActivationBeaconForCausalLM(CompressorForCausalLM):
     model_class = ActivationBeaconModel
 
     def sliding_memory(self, ratio: int | None = None, max_slots: int = 1024) -> SlidingMemory:
-        """See [`ActivationBeaconModel.sliding_memory`]."""
-        return self.model.sliding_memory(ratio, max_slots)
+        """Start a memory of a text that goes on for ever, in bounded space; see [`SlidingMemory`]."""
+        return SlidingMemory(self.model, ratio, max_slots)

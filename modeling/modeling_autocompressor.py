@@ -31,9 +31,7 @@ class AutoCompressorModel(MemoryTokenModel):
         super().__init__(config)
         widths = config.get_encoder_config().hidden_size, config.hidden_size
         if widths[0] != widths[1]:
-            raise ValueError(
-                f"AutoCompressor has no map between widths: the encoder has {widths[0]}, the decoder {widths[1]}"
-            )
+            raise ValueError(f"AutoCompressor maps no widths: the encoder has {widths[0]}, the decoder {widths[1]}")
         self.post_init()
 
     def train(self, mode: bool = True) -> AutoCompressorModel:

@@ -26,10 +26,7 @@ class CompressionTokensModel(MemoryTokenModel):
         if config.linear_after_encoder:
             self.slot_projection = Float32Linear(encoder_width, config.hidden_size, bias=False)
         elif encoder_width != config.hidden_size:
-            raise ValueError(
-                f"the encoder has width {encoder_width}, the decoder {config.hidden_size}: "
-                "`linear_after_encoder` must be True"
-            )
+            raise ValueError(f"widths of {encoder_width} and {config.hidden_size} need `linear_after_encoder=True`")
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
 from .compressor.modeling_compressor import CompressorModel
 from .parts.attention_masks import run_backbone
-from .parts.base_precision import Float32LayerNorm, Float32Linear, weights_of
+from .parts.base_precision import Float32LayerNorm, Float32Linear, perceptron, weights_of
 from .parts.cache_name import CACHE
 from .parts.lora import ENCODER
 from .parts.optimal_transport import sinkhorn
@@ -290,9 +290,7 @@ class ComprExITModel(CompressorModel):
             self.transmission = WindowAttention(width, config.metric_size)
         else:
             self.transmission = WindowMean()
-        self.slot_mlp = nn.Sequential(
-            Float32Linear(width, config.hidden_size), nn.GELU(), Float32Linear(config.hidden_size, config.hidden_size)
-        )
+        self.slot_mlp = nn.Sequential(*perceptron(width, config.hidden_size))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -347,7 +347,7 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
                 f"DeCALModel is an encoder and does not take {', '.join(sorted(unknown))}; DeCAL, an encoder-decoder, "
                 "trains with transformers' Seq2SeqTrainer or this package's trainers, not with TRL's SFTTrainer"
             )
-        memory = self.context_memory(input_ids, attention_mask, ratio)
+        memory = self.context_memory(self.context_rows(input_ids, attention_mask), ratio)
         outputs = EncodedSlots(last_hidden_state=memory.embeddings, attention_mask=memory.attention_mask)
         return outputs if return_dict in (None, True) else outputs.to_tuple()
 

@@ -9,7 +9,7 @@ from transformers import initialization as init
 from ..configuration.configuration_pcc import PCCConfig
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel
-from .parts.base_precision import Float32Linear, Float32RMSNorm
+from .parts.base_precision import Float32Linear, Float32RMSNorm, perceptron
 
 
 class PCCModel(MemoryTokenModel):
@@ -27,12 +27,8 @@ class PCCModel(MemoryTokenModel):
         if config.train_encoder and self.encoder_model is None:
             raise ValueError("`train_encoder` needs an encoder of its own: the decoder's weights are frozen")
         encoder_width = config.get_encoder_config().hidden_size
-        self.converter = nn.Sequential(
-            Float32RMSNorm(encoder_width, eps=1e-6),
-            Float32Linear(encoder_width, config.hidden_size),
-            nn.GELU(),
-            Float32Linear(config.hidden_size, config.hidden_size),
-        )
+        norm = Float32RMSNorm(encoder_width, eps=1e-6)
+        self.converter = nn.Sequential(norm, *perceptron(encoder_width, config.hidden_size))
         self.post_init()
 
     @property

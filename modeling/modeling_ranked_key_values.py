@@ -16,6 +16,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from ..configuration.configuration_ranked_key_values import RankedKeyValuesConfig
+from ..configuration.layer_shape import key_value_shape
 from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks, cut
@@ -23,9 +24,9 @@ from .compressor.headwise_reading import HeadwiseModel
 from .compressor.validation import TokenRows, check_context_length, check_together
 from .memory.compressed_context import CompressedContext, KeyValues
 from .memory.headwise_pairs import HeadwisePairs, kept_pairs
-from .memory.key_value_memory import KeyValueRecorder, inverse_frequencies, key_value_shape
+from .memory.key_value_memory import KeyValueRecorder, inverse_frequencies
 from .parts.base_precision import Float32Linear
-from .parts.packing import PackedSequence, text_positions
+from .parts.packing import text_positions
 from .parts.position_layout import moved_pairs
 
 # Attention below it counts as none; and what is expected of every token before anything is learned.
@@ -161,15 +162,9 @@ class RankedKeyValuesModel(HeadwiseModel):
         return offset if moved is None else offset - moved.sum(dim=1)
 
     def first_inputs(
-        self,
-        text: TokenRows,
-        position_ids: Tensor | None,
-        memory: CompressedContext | None,
-        offset: Tensor | None,
-        is_full: bool = False,
-        longest: int | None = None,
-    ) -> tuple[dict[str, Any], PackedSequence | None]:
-        inputs, sequence = super().first_inputs(text, position_ids, memory, offset, is_full, longest)
+        self, text: TokenRows, position_ids: Tensor | None, memory: CompressedContext | None, *args: Any
+    ) -> tuple[dict[str, Any], Any]:
+        inputs, sequence = super().first_inputs(text, position_ids, memory, *args)
         moved = None if memory is None else self._moves_first(text.input_ids, text.attention_mask)
         if moved is not None:
             # The text's own opening ends where the one that the context was read behind does.
@@ -260,10 +255,7 @@ class RankedKeyValuesModel(HeadwiseModel):
         Args:
             batches: of contexts, input ids and their mask (`None` where no token is a pad), both
                 `(batch_size, num_tokens)`, and behind them the tokens of each row's passages, if any.
-            ridge: above 0, in mean squares of the inputs.
-
-        Raises:
-            ValueError: no token, a `ridge` that is not finite and above 0, or scorers that would not be finite.
+            ridge: finite and above 0, in mean squares of the inputs.
         """
         if not 0 < ridge < math.inf:
             raise ValueError(f"`ridge` must be finite and above 0, got {ridge}")

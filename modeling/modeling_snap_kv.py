@@ -84,7 +84,7 @@ class SnapKVModel(KeyValueSelectionModel):
         return {} if asked[0] is None else {"question": asked}
 
     def compress_rows(
-        self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = True, **beside: Any
+        self, context: TokenRows, ratios: Sequence[Any], *args: Any, **beside: Any
     ) -> list[CompressedContext]:
         """See [`CompressorBackbone.compress_rows`]; a memory answers no question but the one that it is made with."""
         question = beside.get("question")

@@ -9,7 +9,7 @@ from transformers import initialization as init
 from ..configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel
-from .parts.base_precision import Float32Linear
+from .parts.base_precision import Float32Linear, perceptron
 
 
 class TCPAutoencoderModel(MemoryTokenModel):
@@ -23,11 +23,7 @@ class TCPAutoencoderModel(MemoryTokenModel):
 
     def __init__(self, config: TCPAutoencoderConfig):
         super().__init__(config)
-        self.slot_mlp = nn.Sequential(
-            Float32Linear(config.get_encoder_config().hidden_size, config.hidden_size),
-            nn.GELU(),
-            Float32Linear(config.hidden_size, config.hidden_size),
-        )
+        self.slot_mlp = nn.Sequential(*perceptron(config.get_encoder_config().hidden_size, config.hidden_size))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:

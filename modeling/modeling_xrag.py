@@ -15,7 +15,7 @@ from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
 from .compressor.modeling_compressor import CompressorModel
-from .parts.base_precision import Float32Linear, weights_of
+from .parts.base_precision import perceptron, weights_of
 from .parts.text_ids import context_end_ids, context_start_ids, leave_out_bos
 
 _NO_LIMIT = 2**40
@@ -34,11 +34,7 @@ class XRAGModel(CompressorModel):
 
     def __init__(self, config: XRAGConfig):
         super().__init__(config)
-        self.slot_mlp = nn.Sequential(
-            Float32Linear(config.get_encoder_config().hidden_size, config.hidden_size),
-            nn.GELU(),
-            Float32Linear(config.hidden_size, config.hidden_size),
-        )
+        self.slot_mlp = nn.Sequential(*perceptron(config.get_encoder_config().hidden_size, config.hidden_size))
         self.post_init()
 
     def train(self, mode: bool = True) -> XRAGModel:

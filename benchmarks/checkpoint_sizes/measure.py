@@ -19,13 +19,12 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from benchmarks.common.tools import add_output_argument, positive_int, save_and_report, script_parser
-from context_compressors.configuration.layer_shape import LayerShape
+from context_compressors.configuration.layer_shape import LayerShape, key_value_shape
 from context_compressors.configuration.methods import METHODS, methods_on
 from context_compressors.evaluation.flops import SHAPE_NAMES, method_config, named_config
 from context_compressors.modeling import model_class
 from context_compressors.modeling.checkpoint.base_weights import base_name
 from context_compressors.modeling.compressor.headwise_reading import HeadwiseModel
-from context_compressors.modeling.memory.key_value_memory import key_value_shape
 from context_compressors.reporting.tables import markdown_table
 
 BYTES = 2

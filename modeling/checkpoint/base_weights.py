@@ -113,12 +113,8 @@ def _checksums(tensor: Tensor) -> dict[torch.dtype, str]:
 
 
 class BaseRecord:
-    """A record of a model's bases in memory.
-
-    Args:
-        entries: of each base, the record of a light checkpoint; see [`base_entry`].
-        tensors: the weights that are the bases' own, by name; their checksums are kept.
-    """
+    """A record of a model's bases in memory: for each the entry of a light checkpoint, see [`base_entry`], and sums of
+    the weights that are the bases' own."""
 
     def __init__(self, entries: Mapping[str, dict[str, str | None]], tensors: Iterable[tuple[str, Tensor]]):
         self.entries = {base: dict(entry) for base, entry in entries.items()}

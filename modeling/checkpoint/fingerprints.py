@@ -63,7 +63,7 @@ def weights_fingerprint(model: Any, of_answers: bool = False, stored: Mapping[st
     digest = hashlib.sha256()
     is_reader = not of_answers and model.config.has_frozen_memories
     weights: dict[torch.device, Tensor] = {}
-    for name, parameter in _sorted_parameters(model):
+    for name, parameter in sorted(model.named_parameters()):
         if is_reader and OF_THE_DECODER.search(name):
             continue
         owner, _, own = name.rpartition(".")
@@ -87,11 +87,6 @@ def at_hand(module: nn.Module) -> AbstractContextManager[Any]:
     from accelerate.utils import align_module_device
 
     return align_module_device(module)
-
-
-def _sorted_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters in the order of their names."""
-    return sorted(model.named_parameters(), key=lambda item: item[0])
 
 
 def _weights(device: torch.device) -> Tensor:
@@ -142,7 +137,7 @@ def _usual_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
 def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
     """Runs of neighbouring values of some 16 parameters, spread over the model: (num_parameters, 2, 16) in float32."""
     kinds: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in _sorted_parameters(model):
+    for name, parameter in sorted(model.named_parameters()):
         if parameter.shape[-1] >= _RUN:
             kinds.setdefault(re.sub(r"\d+", "", name), []).append(parameter)
     count = min(max(_PARAMETERS, len(kinds)), sum(map(len, kinds.values())))
@@ -222,7 +217,7 @@ def version(tensor: Tensor) -> tuple[Any, ...]:
 def all_weights(model: nn.Module, dtype: torch.dtype) -> str:
     """Sixteen hexadecimal digits from every bit of every parameter in a type."""
     digest = hashlib.sha256()
-    for name, parameter in _sorted_parameters(model):
+    for name, parameter in sorted(model.named_parameters()):
         values = whole(parameter.detach()).to(dtype)
         digest.update(f"{name}{tuple(values.shape)}{checksum(values)}".encode())
     return digest.hexdigest()[:16]

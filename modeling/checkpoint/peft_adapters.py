@@ -63,22 +63,15 @@ def load_peft_adapter(model: Any, adapter: str | os.PathLike, fetching: dict[str
         found = json.load(file)
     for field, value in {**_PLAIN, **dict.fromkeys(_ABSENT)}.items():
         if (found.get(field) or None) != (value or None):
-            raise ValueError(
-                f"the adapter {adapter} is not plain LoRA: its {field} is {found[field]!r}, not {value!r}"
-            )
+            raise ValueError(f"the adapter {adapter} is not plain LoRA: {field} is {found[field]!r}, not {value!r}")
     name, settings = SHARED if model.config.shared_adapter else DECODER, model.config.decoder_lora
     if settings is None:
-        raise ValueError(
-            f"{type(model).__name__} answers without an adapter that could start as {adapter}: give `decoder_lora`"
-        )
+        raise ValueError(f"{type(model).__name__} has no adapter that could start as {adapter}: give `decoder_lora`")
     given, own = (found["r"], found["lora_alpha"]), (settings["rank"], settings["alpha"])
     if given != own:
         raise ValueError(f"the adapter {adapter} has rank and alpha {given}, and the compressor's own {own}")
     tensors, weights = load_file(files[1]), peft_weight_names(model.base_model.language_model, name)
     if unlike := sorted(tensors.keys() ^ weights.keys()):
-        raise ValueError(
-            f"the adapter {adapter} sits on other maps than the compressor's, the first is {unlike[0]!r}: give "
-            "`target_modules` as it has them"
-        )
+        raise ValueError(f"the adapter {adapter} needs other `target_modules`: only one side has {unlike[0]!r}")
     for key, weight in weights.items():
         weight.copy_(tensors[key])

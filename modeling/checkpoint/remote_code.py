@@ -271,7 +271,10 @@ def _text(statement: _Statement, cuts: bool) -> str:
         elif cuts and isinstance(node, _DEFINITIONS) and ast.get_docstring(node, clean=False):
             rows = range(node.body[0].lineno - 1, node.body[0].end_lineno or 0)
             empty = next((row for row in rows if not lines[row].strip()), None)
-            if empty is not None:
+            if re.match("_[a-z]", node.name) and len(node.body) > 1:
+                # Whoever reads on reads the package.
+                gone |= set(rows)
+            elif empty is not None:
                 lines[empty - 1] += '"""'
                 gone |= set(range(empty, rows.stop))
     return "\n".join(line for row, line in enumerate(lines) if row not in gone)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from ...configuration.layer_shape import key_value_shape
 from ..checkpoint.fingerprints import at_hand, settings_fingerprint, version, weights_fingerprint
 from ..memory.compressed_context import CompressedContext
-from ..memory.key_value_memory import inverse_frequencies, key_value_shape
+from ..memory.key_value_memory import inverse_frequencies
 from ..parts.length_batches import length_batches
 from ..parts.position_layout import encoder_memory_ids
 from .chunking import Chunks, Slots, cut, gathered, join, with_markers
@@ -121,17 +122,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
         """
         return {}
 
-    def context_memory(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        ratio: Any,
-        name: str = "input_ids",
-        chunk_lengths: Any = None,
-        **beside: Any,
-    ) -> CompressedContext:
-        """Compress contexts into one memory without a name; arguments as of `context_rows` and `compress_rows`."""
-        context = self.context_rows(input_ids, attention_mask, name, chunk_lengths)
+    def context_memory(self, context: TokenRows, ratio: Any, **beside: Any) -> CompressedContext:
+        """Check contexts, and compress them into one memory without a name."""
         check_together(context)
         return self.compress_rows(context, [ratio], **beside)[0]
 

@@ -196,22 +196,16 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
             attention_mask = rows.attention_mask
             if not rows.is_full:
                 if size := self._setting("prefill_chunk_size", kwargs):
-                    raise ValueError(
-                        f"`prefill_chunk_size` ({size}) needs questions of one length, without pads: leave it out, or "
-                        "generate row by row"
-                    )
+                    raise ValueError(f"`prefill_chunk_size` ({size}) needs questions of one length: leave it out")
                 if kwargs.get("position_ids") is not None:
                     kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
                 question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
         if context_input_ids is not None:
-            given = (context_input_ids, context_attention_mask, ratio, "context_input_ids", context_chunk_lengths)
+            given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
             beside = self.model.beside_contexts(kwargs, (question, attention_mask))
-            memory = self.model.context_memory(*given, **beside)
+            memory = self.model.context_memory(self.model.context_rows(*given), ratio, **beside)
         if memory is None and num_cached_slots(cache):
-            raise ValueError(
-                f"`cache` holds the {num_cached_slots(cache)} slots of a memory: give the memory and the "
-                "whole text once more, without the cache"
-            )
+            raise ValueError(f"`cache` holds {num_cached_slots(cache)} slots: give their memory in place of it")
         if memory is not None:
             if cache is not None and cache.get_seq_length():
                 raise ValueError("`cache` must be empty when `generate` starts with a memory or a context")
@@ -248,33 +242,15 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         processors.stand_in = self.config.bos_token_id or 0
         return processors
 
-    def _expand_inputs_for_generation(
-        self,
-        expand_size: int = 1,
-        is_encoder_decoder: bool = False,
-        input_ids: Tensor | None = None,
-        **model_kwargs: Any,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        memory = model_kwargs.get("memory")
-        if memory is not None and expand_size > 1:
-            model_kwargs["memory"] = memory.repeat_interleave(expand_size)
-        return super()._expand_inputs_for_generation(
-            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **model_kwargs
-        )
+    def _expand_inputs_for_generation(self, expand_size: int = 1, **arguments: Any) -> tuple[Tensor, dict[str, Any]]:
+        if expand_size > 1 and arguments.get("memory") is not None:
+            arguments["memory"] = arguments["memory"].repeat_interleave(expand_size)
+        return super()._expand_inputs_for_generation(expand_size=expand_size, **arguments)
 
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> Any:
-        memory = model_kwargs.get("memory")
-        places = self.model.num_places(memory)
-        return super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length + places
-        )
+    def _prepare_cache_for_generation(self, settings: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+        *others, max_cache_length = args
+        max_cache_length += self.model.num_places(model_kwargs.get("memory"))
+        return super()._prepare_cache_for_generation(settings, model_kwargs, *others, max_cache_length)
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, cache: Any = None, past_key_values: Any = None, **kwargs: Any

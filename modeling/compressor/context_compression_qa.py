@@ -293,7 +293,12 @@ class ContextCompressionQAPipeline(Pipeline):
         allow_untrained_ratio: bool | None = None,
         **generate_kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        check_generation(generate_kwargs)
+        own = generate_kwargs.get("generation_config")
+        settings = {**({} if own is None else own.to_dict()), **generate_kwargs}
+        if (number := settings.get("num_return_sequences") or 1) != 1:
+            raise ValueError(f"`num_return_sequences` must be 1, got {number}: a question has one answer")
+        if settings.get("return_dict_in_generate"):
+            raise ValueError("`return_dict_in_generate` must be False: an answer is text; call the model's `generate`")
         if isinstance(ratio, (list, tuple)) or (isinstance(ratio, Tensor) and ratio.dim()):
             raise ValueError(f"`ratio` must be a single one, got {ratio}: a question is asked at one ratio at a time")
         if not isinstance(join, bool) and join not in (None, LIKELIEST):
@@ -370,7 +375,7 @@ class ContextCompressionQAPipeline(Pipeline):
         **generate_kwargs: Any,
     ) -> dict[str, Any]:
         batch_size, questions, documents = (inputs[name] for name in ("batch_size", "question_ids", "document_ids"))
-        generate_kwargs = with_defaults(generate_kwargs, MAX_NEW_TOKENS, self._pad_token_id)
+        generate_kwargs = _with_defaults(generate_kwargs, self._pad_token_id)
         if join == LIKELIEST:
             generate_kwargs |= {"return_dict_in_generate": True, "output_logits": True}
         answers: list[list[tuple[Tensor, float]]] = []
@@ -491,23 +496,12 @@ def _as_list(name: str, value: Any) -> tuple[list[Any], bool]:
     return [value], True
 
 
-def check_generation(given: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for arguments of `generate` that ask for several answers to a question, or for more than
-    tokens."""
-    own = given.get("generation_config")
-    asked = {**({} if own is None else own.to_dict()), **given}
-    if (number := asked.get("num_return_sequences") or 1) != 1:
-        raise ValueError(f"`num_return_sequences` must be 1, got {number}: a question has one answer")
-    if asked.get("return_dict_in_generate"):
-        raise ValueError("`return_dict_in_generate` must be False: an answer is its text; call the model's `generate`")
-
-
-def with_defaults(given: Mapping[str, Any], max_new_tokens: int, pad_token_id: int | None) -> dict[str, Any]:
+def _with_defaults(given: Mapping[str, Any], pad_token_id: int | None) -> dict[str, Any]:
     """Complete arguments of `generate`, and a `generation_config` among them: a single greedy, short answer, whatever
     the model's own `generation_config` says."""
     given = dict(given)
     own = copy.deepcopy(given.pop("generation_config", None))
-    defaults = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad_token_id}
+    defaults = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "pad_token_id": pad_token_id}
     defaults |= {"num_return_sequences": 1, "return_dict_in_generate": False}
     if own is None:
         if given.get("max_length") is not None:

@@ -186,8 +186,8 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
                 raise ValueError("with `memory` or `context_input_ids` the decoder's text is `input_ids`")
             check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
             if context_input_ids is not None:
-                context = (context_input_ids, context_attention_mask, ratio, "context_input_ids")
-                memory, encoder = self._encoded(asked, *context, context_chunk_lengths)
+                context = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
+                memory, encoder = self._encoded(asked, ratio, *context)
             outputs = self.text_states(input_ids, attention_mask, memory, cache, **decoding)
             slots = None if memory is None else memory.embeddings
         else:
@@ -196,7 +196,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             if encoder_outputs is None:
                 if input_ids is None:
                     raise ValueError("give a context: `input_ids`, `context_input_ids`, `memory` or `encoder_outputs`")
-                memory, encoder = self._encoded(asked, input_ids, attention_mask, ratio)
+                memory, encoder = self._encoded(asked, ratio, input_ids, attention_mask)
                 slots, slot_mask = readable_slots(memory)
             else:
                 slots = encoder_outputs[0]
@@ -226,11 +226,12 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         )
         return result if return_dict in (None, True) else result.to_tuple()
 
-    def _encoded(self, asked: dict[str, Any], *context: Any) -> tuple[CompressedContext, Any]:
-        """Compress contexts, and return the encoder's outputs, too, if any of `_OUTPUTS` is asked for."""
+    def _encoded(self, asked: dict[str, Any], ratio: Any, *context: Any) -> tuple[CompressedContext, Any]:
+        """Compress contexts, given as to `context_rows`; return the encoder's outputs, too, if any of `_OUTPUTS` is
+        asked for."""
         passes: list[Any] = []
         beside = {"passes": passes, **asked} if any(asked.values()) else {}
-        memory = self.model.context_memory(*context, **beside)
+        memory = self.model.context_memory(self.model.context_rows(*context), ratio, **beside)
         return memory, passes[0] if passes else BaseModelOutput()
 
     @torch.no_grad()
@@ -282,7 +283,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
                 check_source(None, None, ratio, None)
                 return super().generate(attention_mask=attention_mask, **kwargs)
             raise ValueError("give a context, as `input_ids` or `context_input_ids`, or a `memory`")
-        return self._generate_from(*self._encoded(self._asked(kwargs), input_ids, attention_mask, ratio), kwargs)
+        return self._generate_from(*self._encoded(self._asked(kwargs), ratio, input_ids, attention_mask), kwargs)
 
     def _asked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the names of `_OUTPUTS` that generation shall return."""
@@ -318,8 +319,8 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         if memory is None:
             if in_encoder:
                 context = question_in_front(*context, question, question_mask, self.config, chunk_lengths)[:2]
-            source = (*context, ratio, "context_input_ids", chunk_lengths)
-            memory, encoder = self._encoded(self._asked(kwargs), *source)
+            source = (*context, "context_input_ids", chunk_lengths)
+            memory, encoder = self._encoded(self._asked(kwargs), ratio, *source)
         elif in_encoder:
             memory = check_memory(memory, self.model, question)
             check_question(memory, question, own_tokens(question, question_mask, self.config))

@@ -82,11 +82,10 @@ def pairs_by_head(memory: CompressedContext, is_packed: bool = False) -> list[li
 
     A single row's groups are views without a pad, a head each.
     """
-    if memory.head_ids is None:
-        raise ValueError("the memory's heads have their own places: it has no `head_ids`")
-    pairs, num_heads = memory.key_values or (), memory.head_ids.shape[2]
+    head_ids: Any = memory.head_ids
+    pairs, num_heads = memory.key_values or (), head_ids.shape[2]
     # Those of padding slots stand behind all.
-    heads = memory.head_ids.long().where(memory.attention_mask[:, :, None].bool(), num_heads)
+    heads = head_ids.long().where(memory.attention_mask[:, :, None].bool(), num_heads)
     heads = heads.transpose(1, 2).flatten(1)
     counts = heads.new_zeros(len(heads), num_heads + 1).scatter_add_(1, heads, torch.ones_like(heads))[:, :num_heads]
     order = heads.argsort(dim=1, stable=True)

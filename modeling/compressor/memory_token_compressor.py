@@ -58,10 +58,7 @@ def _block_mask(
     """Return the mask of memory tokens that see more or less than everything before them; `lengths` are context
     tokens."""
     if config._attn_implementation not in PAIRWISE_MASKS:
-        raise ValueError(
-            "memory tokens that see each other need one of the attention implementations "
-            f"{list(PAIRWISE_MASKS)}, not {config._attn_implementation!r}"
-        )
+        raise ValueError(f"memory tokens that see each other need eager or sdpa, got {config._attn_implementation!r}")
     device, num_tokens = lengths.device, sequence.attention_mask.shape[1] - sum(widths) - sequence.pad_in_front
     sizes = [num_tokens, *widths]
     blocks = torch.cat([torch.full((size,), block, device=device) for block, size in enumerate(sizes)])

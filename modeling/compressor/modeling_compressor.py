@@ -263,9 +263,7 @@ class CompressorModel(CompressorBackbone):
         check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
         check_keywords(kwargs)
         if input_ids is None or kwargs.pop("inputs_embeds", None) is not None:
-            raise ValueError(
-                "`input_ids` are needed, the text that follows the slots (`inputs_embeds` is not supported)"
-            )
+            raise ValueError("`input_ids` are needed, the text behind the slots (`inputs_embeds` are not read)")
         is_training = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if memory is None and context_input_ids is None and is_training and self.warns_of_no_context:
             logger.warning_once(
@@ -288,12 +286,10 @@ class CompressorModel(CompressorBackbone):
             context = self.context_rows(*given)
         if is_cached:
             if context is not None:
-                check_together(context)
-                memory = self.compress_rows(context, [ratio], **beside)[0]
+                memory = self.context_memory(context, ratio, **beside)
             if memory is None and (number := num_cached_slots(cache)):
                 raise ValueError(
-                    f"`cache` holds the {number} slots of a memory: give the memory, too, and "
-                    "`text_position_offset`, where the text starts"
+                    f"`cache` holds the {number} slots of a memory: give the memory, too, and `text_position_offset`"
                 )
             reading = (position_ids, memory, text_position_offset)
             inputs = self.next_inputs(input_ids, attention_mask, *reading, cache)
@@ -409,10 +405,7 @@ class CompressorModel(CompressorBackbone):
     ) -> dict[str, Any]:
         """Return text that follows what is in the cache, slots and the text so far; arguments as of `forward`."""
         if memory is not None and len(memory) != len(input_ids):
-            raise ValueError(
-                f"`memory` has {len(memory)} rows, `input_ids` has {len(input_ids)}: behind a cache give a row for "
-                "each text (`memory.repeat_interleave`)"
-            )
+            raise ValueError(f"behind a cache `memory` has {len(memory)} rows, and `input_ids` has {len(input_ids)}")
         num_cached = int(cache.get_seq_length()) - self.num_places(memory)
         text_mask = cached_text_mask(attention_mask, input_ids, num_cached)
         if position_ids is None:

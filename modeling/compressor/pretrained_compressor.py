@@ -359,9 +359,7 @@ class CompressorPreTrainedModel(CheckpointedModel):
         check_adapters(self)
         if config.encoder_lora is not None or config.decoder_lora is not None:
             if getattr(config, "quantization_config", None) is not None:
-                raise ValueError(
-                    "adapters cannot be merged into quantized weights: load the checkpoint unquantized first"
-                )
+                raise ValueError("adapters cannot be merged into quantized weights: load the model unquantized")
             # Most weights are the base's no more.
             remember_base(self, None)
             is_one_model = config.shared_adapter and config.decoder_adapter is None
@@ -387,12 +385,8 @@ class CompressorPreTrainedModel(CheckpointedModel):
     # --- answers ---
 
     def question_answering(self, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> ContextCompressionQAPipeline:
-        """Return the pipeline "context-compression-qa" with this model, on the device where that is.
-
-        Args:
-            tokenizer: the tokenizer saved with it.
-            kwargs: arguments of [`ContextCompressionQAPipeline`].
-        """
+        """Return the pipeline "context-compression-qa" with this model, on the device where that is; arguments as of
+        [`ContextCompressionQAPipeline`]."""
         from .context_compression_qa import ContextCompressionQAPipeline
 
         if getattr(self, "hf_device_map", None) is None:

@@ -19,6 +19,7 @@ from ..memory.key_value_memory import position_bytes, sliding_window
 from ..parts.attention_masks import run_backbone
 from ..parts.cache_name import CACHE
 from ..parts.lora import DECODER
+from .validation import TokenRows
 
 _MAX_BYTES = 2**29
 
@@ -54,6 +55,7 @@ class ReadSlots:
         if (
             size * position_bytes(config.decoder_config, memory.dtype) > self.max_bytes
             or sliding_window(config.decoder_config) is not None
+            or self.backbone.num_pads_in_front(memory)
             or openings
             or any(len(text) == len(first) for text in texts)
         ):
@@ -92,29 +94,20 @@ class ReadSlots:
 def slots_as_key_values(backbone: Any, memory: CompressedContext, first: Sequence[int]) -> CompressedContext:
     """Return a memory of embeddings as the decoder's keys and values, behind the token ids `first`; no gradient
     flows."""
-    num_rows, device = memory.batch_size, memory.device
-    slots: Any = memory.embeddings
-    ids = torch.tensor([list(first)] * num_rows, dtype=torch.long, device=device)
-    # As `first_inputs` has it: contexts of the enhanced layout start at position 1.
-    shift = max(0, len(first) - 1) if memory.position_layout == "enhanced" else len(first)
-    positions = torch.arange(len(first), device=device).expand(num_rows, -1)
-    positions = torch.cat([positions, memory.position_ids + shift], dim=1)
-    mask = torch.cat([torch.ones_like(ids), memory.attention_mask], dim=1)
-    inputs: dict[str, Any] = {
-        "inputs_embeds": torch.cat([backbone._embed_text(ids), slots], dim=1),
-        "attention_mask": mask,
-        "position_ids": positions * mask,
-    }
-    cache = DynamicCache()
+    ids = torch.tensor([list(first)] * memory.batch_size, dtype=torch.long, device=memory.device)
+    text = TokenRows("input_ids", ids, torch.ones_like(ids), lengths=[len(first)] * len(ids))
+    width, cache = len(first) + memory.attention_mask.shape[1], DynamicCache()
+    # All of this text stands in front of the slots, whatever its offset behind them.
+    inputs, _ = backbone.first_inputs(text, None, memory, memory.num_slots, False, width)
     with backbone._adapter(backbone.language_model, DECODER):
-        run_backbone(backbone.language_model, is_right_padded=True, use_cache=True, **{CACHE: cache}, **inputs)
+        run_backbone(backbone.language_model, use_cache=True, **{CACHE: cache}, **inputs)
     return replace(
         memory,
         check=False,
         embeddings=None,
         key_values=tuple((layer.keys, layer.values) for layer in cache.layers),
-        attention_mask=mask,
-        position_ids=positions * mask,
+        attention_mask=inputs["attention_mask"],
+        position_ids=inputs["position_ids"],
         num_context_tokens=memory.num_context_tokens + len(first),
     )
 

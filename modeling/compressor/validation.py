@@ -19,20 +19,9 @@ from ..memory.memory_validation import is_memory
 logger = logging.get_logger(__name__)
 
 _KEYWORDS = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "cache",
-    "past_key_values",
-    "labels",
-    "context_input_ids",
-    "context_attention_mask",
-    "context_chunk_lengths",
-    "memory",
-    "ratio",
-    "use_cache",
-    "text_position_offset",
-    "logits_to_keep",
+    *("input_ids", "attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "labels"),
+    *("context_input_ids", "context_attention_mask", "context_chunk_lengths", "memory", "ratio"),
+    *("text_position_offset", "logits_to_keep"),
 )
 
 
@@ -118,10 +107,7 @@ def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]
         num_rows = len(rows.input_ids)
         rows.lengths, has_unknown, values = values[:num_rows], values[num_rows], values[num_rows + 1 :]
         if rows.needs_tokens and 0 in rows.lengths:
-            raise ValueError(
-                f"`{rows.name}` has no token in row {rows.lengths.index(0)}: the text needs at least one token, such "
-                "as BOS"
-            )
+            raise ValueError(f"`{rows.name}` has no token in row {rows.lengths.index(0)}: give one, such as BOS")
         if has_unknown:
             first = int(rows.input_ids[is_unknown][0])
             own = f" or one of the task tokens {dict(rows.task_token_ids)}" if rows.task_token_ids else ""
@@ -157,10 +143,7 @@ def check_ratios(ratios: Sequence[Any], trained: Sequence[int], input_ids: Tenso
         ratio = trained[0] if ratio is None else ratio
         if isinstance(ratio, Tensor) and ratio.dim():
             if tuple(ratio.shape) != (len(input_ids),):
-                raise ValueError(
-                    f"`ratio` must be an int or have one value for each of the {len(input_ids)} rows, got shape "
-                    f"{tuple(ratio.shape)}"
-                )
+                raise ValueError(f"`ratio` must be an int or {len(input_ids)} of them, got shape {tuple(ratio.shape)}")
             ratio = ratio.to(device=input_ids.device, dtype=torch.long)
             values = set(ratio.tolist())
         else:

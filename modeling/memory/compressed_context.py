@@ -138,10 +138,9 @@ class CompressedContext:
         return self.rows(index)
 
     def validate(self, finite: bool = False) -> None:
-        """Check types, shapes and values of all fields: `TypeError` and `ValueError` name the wrong one.
+        """Check types, shapes and values of all fields; `TypeError` and `ValueError` name the wrong one.
 
-        Args:
-            finite: Refuse NaN and infinite values, too, as saving, loading and reading do.
+        `finite` refuses NaN and infinite values, too.
         """
         check_memory_fields(self, finite)
 
@@ -207,9 +206,7 @@ class CompressedContext:
         if self.quantization == quantization:
             return self
         if self.quantization is not None:
-            raise ValueError(
-                f"the memory is in {self.quantization}: call `dequantize()` first, it is rounded twice then"
-            )
+            raise ValueError(f"the memory is in {self.quantization}: call `dequantize()` first")
         self.validate(finite=True)
         return replace(self, check=False, **quantized_fields(self, quantization))
 
@@ -220,11 +217,8 @@ class CompressedContext:
     def save(self, path: str | os.PathLike) -> None:
         """Write the memory to a safetensors file with a checksum, at once or not at all.
 
-        Args:
-            path: The file; missing folders are made, an existing file is replaced, a link by the file.
-
-        Raises:
-            ValueError: No `model_id` (made in training mode), values that are not finite, or a path that is no file.
+        Missing folders are made, an existing file is replaced, a link by the file. `ValueError` without a `model_id`
+        (made in training mode), for values that are not finite, or for a path that is no file.
         """
         if not self.model_id:
             raise ValueError(
@@ -308,8 +302,7 @@ class CompressedContext:
         """Return some of the rows, without the padding slots that none of them needs; `IndexError` for one outside the
         batch.
 
-        Args:
-            index: An int (one row, still a batch), a slice, a list of ints, or a tensor of ints or bools.
+        `index` is an int (one row, still a batch), a slice, a list of ints, or a tensor of ints or bools.
         """
         if isinstance(index, slice):
             index = range(self.batch_size)[index]
@@ -369,14 +362,8 @@ class CompressedContext:
     def stack(memories: Iterable[CompressedContext]) -> CompressedContext:
         """Return the rows of several memories as one batch, in order, each with its own slots.
 
-        Quantised memories of one form stay as they are; mixed forms are dequantised, as in `concatenate`.
-
-        Args:
-            memories: Memories of one model with the same carrier, width, dtype, device and layout.
-
-        Raises:
-            TypeError: Something else than a `CompressedContext`.
-            ValueError: No memory, or memories that do not fit together.
+        They are memories of one model with the same carrier, width, dtype, device and layout. Quantised memories of
+        one form stay as they are; mixed forms are dequantised. Errors are those of `concatenate`.
         """
         return stack_memories(memories)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ...configuration.layer_shape import key_value_shape
 from ..parts.packing import take_places
 from .compressed_context import CompressedContext, KeyValues
 
@@ -174,13 +175,6 @@ def _turns_all_layers(config: Any) -> bool:
     if config.model_type not in _TURN_IN_WINDOWS or "full_attention" not in config.layer_types:
         return True
     return config.model_type in _OR_WITHOUT_WINDOW and config.sliding_window is None
-
-
-def key_value_shape(config: Any) -> tuple[int, int, int]:
-    """Layers, key/value heads and head dimension of a language model."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
 
 
 def position_bytes(config: Any, dtype: torch.dtype) -> int:

@@ -22,8 +22,7 @@ Memory = Any
 
 def concatenate_memories(given: Iterable[Memory]) -> Memory:
     """See `CompressedContext.concatenate`."""
-    memories = _in_one_form(_listed("concatenate", given), keeps_keys=False)
-    _check_fit("concatenated", memories)
+    memories = _checked("concatenate", given)
     first = memories[0]
     if len(memories) == 1:
         return first
@@ -70,8 +69,7 @@ def concatenate_memories(given: Iterable[Memory]) -> Memory:
 
 def stack_memories(given: Iterable[Memory]) -> Memory:
     """See `CompressedContext.stack`."""
-    memories = _in_one_form(_listed("stack", given), keeps_keys=True)
-    _check_fit("stacked", memories)
+    memories = _checked("stack", given, keeps_keys=True)
     first = memories[0]
     if len(memories) == 1:
         return first
@@ -103,15 +101,6 @@ def _maker(memories: Sequence[Memory]) -> Any:
     return next((memory.maker for memory in memories if memory.maker is not None), None)
 
 
-def _listed(how: str, memories: Any) -> list[Memory]:
-    is_list = isinstance(memories, Iterable) and not isinstance(memories, Tensor)
-    memories = list(memories) if is_list else [memories]
-    for memory in memories:
-        if not is_list or not is_memory(memory):
-            raise TypeError(f"{how} takes CompressedContext objects, got {type(memory).__name__}")
-    return memories
-
-
 def _in_one_form(memories: Sequence[Memory], keeps_keys: bool) -> Sequence[Memory]:
     """Return memories that are joined without rounding anything again: dequantised where their forms differ.
 
@@ -129,39 +118,43 @@ def _in_one_form(memories: Sequence[Memory], keeps_keys: bool) -> Sequence[Memor
     return [memory.to(dtype=dtype) if memory.dtype in quantized else memory for memory in memories]
 
 
-def _check_fit(how: str, memories: Sequence[Memory]) -> None:
+def _checked(how: str, given: Any, keeps_keys: bool = False) -> Sequence[Memory]:
+    """Return memories to "concatenate" or "stack" in one form; `TypeError` or `ValueError` unless they fit."""
+    memories = list(given) if isinstance(given, Iterable) else [None]
+    if not all(map(is_memory, memories)):
+        raise TypeError(f"{how} takes CompressedContext objects, got {given!r}")
     if not memories:
-        raise ValueError(f"{'concatenate' if how == 'concatenated' else 'stack'} needs at least one memory")
+        raise ValueError(f"{how} needs at least one memory")
     makers = [memory.maker() for memory in memories if memory.maker is not None and not memory.model_id]
     # Another thread's twin of a model shares its weights.
     if len({id(next(maker.parameters())) for maker in makers if maker is not None}) > 1:
-        raise ValueError(f"memories of different models, made in training mode, cannot be {how}")
-    first = memories[0]
-    for memory in memories[1:]:
-        by_row: list[tuple[str, Any, Any]] = [
-            ("batch sizes", first.batch_size, memory.batch_size),
-            ("questions", _questions(first), _questions(memory)),
-        ]
-        if how == "stacked":
-            has_none = (memory.question_fingerprints is None for memory in (first, memory))
-            left, right = ("none" if each else "one for each row" for each in has_none)
-            by_row = [("questions", left, right)]
-        for name, left, right in (
-            ("models", first.model_id, memory.model_id),
-            ("carriers", first.carrier_name, memory.carrier_name),
-            ("position layouts", first.position_layout, memory.position_layout),
-            ("dtypes", first.dtype, memory.dtype),
-            ("kinds of heads", first.head_ids is None, memory.head_ids is None),
-            ("devices", first.device, memory.device),
-            *by_row,
-        ):
-            if left != right:
-                raise ValueError(f"memories of different {name} cannot be {how}: {left} and {right}")
+        raise ValueError(f"cannot {how} memories of different models, made in training mode")
+    memories = _in_one_form(memories, keeps_keys)
+    first, *others = (_kind(memory, how) for memory in memories)
+    for other in others:
+        for name, value in first.items():
+            if value != other[name]:
+                raise ValueError(f"cannot {how} memories of different {name}: {value} and {other[name]}")
+    return memories
 
 
-def _questions(memory: Memory) -> list[int] | None:
-    fingerprints = memory.question_fingerprints
-    return None if fingerprints is None else fingerprints.tolist()
+def _kind(memory: Memory, how: str) -> dict[str, Any]:
+    """Return facts that are the same in all memories that are joined."""
+    questions, by_row = memory.question_fingerprints, {}
+    if how == "stack":
+        questions = "none" if questions is None else "one for each row"
+    else:
+        questions, by_row = None if questions is None else questions.tolist(), {"batch sizes": memory.batch_size}
+    return {
+        "models": memory.model_id,
+        "carriers": memory.carrier_name,
+        "position layouts": memory.position_layout,
+        "dtypes": memory.dtype,
+        "kinds of heads": "shared places" if memory.head_ids is None else "places of their own",
+        "devices": memory.device,
+        **by_row,
+        "questions": questions,
+    }
 
 
 def _moved(memories: Sequence[Memory], offsets: Tensor) -> list[Memory]:

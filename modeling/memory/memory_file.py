@@ -129,9 +129,7 @@ def read_memory_file(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[s
         if len(matches) != 1 or _file_digest(file, header_bytes, matches[0]) != matches[0][1].decode():
             raise ValueError(f"{path} was altered: its bytes do not fit the checksum in it")
     if metadata["format_version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format version {metadata['format_version']}, this code reads version {FORMAT_VERSION}"
-        )
+        raise ValueError(f"{path} has format version {metadata['format_version']}, this code reads {FORMAT_VERSION}")
     try:
         return load_file(path), metadata
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:

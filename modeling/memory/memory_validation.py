@@ -39,9 +39,7 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} to fit the {memory.carrier}, got {tuple(tensor.shape)}")
     if memory.position_layout not in POSITION_LAYOUTS:
-        raise ValueError(
-            f"position_layout must be one of {', '.join(POSITION_LAYOUTS)}, got {memory.position_layout!r}"
-        )
+        raise ValueError(f"position_layout must be one of {list(POSITION_LAYOUTS)}, got {memory.position_layout!r}")
     devices = {tensor.device for tensor in [*tensors, *scales, *(vars(memory)[name] for name in shapes)]}
     if len(devices) > 1:
         raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
@@ -85,8 +83,7 @@ def _checked_carrier(memory: Any) -> list[Tensor]:
     frequencies, width = memory.inverse_frequencies, width_of(tensors[0])
     if frequencies is not None and (not pairs or frequencies.shape != (width / 2,)):
         raise ValueError(
-            f"inverse_frequencies belong to key_values and must have shape ({width // 2},), half of the head "
-            f"dimension, got {tuple(frequencies.shape)}"
+            f"inverse_frequencies of key_values have shape ({width // 2},), got {tuple(frequencies.shape)}"
         )
     if memory.coarsest_ratios is not None and (memory.head_ids is None or memory.coarsest_ratios.dtype != torch.uint8):
         raise ValueError("coarsest_ratios must be uint8, beside head_ids")

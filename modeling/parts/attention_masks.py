@@ -154,12 +154,10 @@ def with_sight(mask: Any, offset: int | Tensor = 0) -> Any:
 def mask_for(config: Any, visible: Tensor, near: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
     """Return a mask `(num_rows, num_places, num_places)` of visible places in the form that a backbone takes.
 
-    `near` is that of layers with a sliding window.
+    `near` is that of layers with a sliding window, the same where there are none.
     """
     full, near = (_attention_bias(mask, config, dtype) for mask in (visible, near))
-    if getattr(config, "layer_types", None):
-        return {"full_attention": full, "sliding_attention": near}
-    return full if getattr(config, "sliding_window", None) is None else near
+    return {"full_attention": full, "sliding_attention": near} if getattr(config, "layer_types", None) else near
 
 
 def _attention_bias(visible: Tensor, config: Any, dtype: torch.dtype) -> Tensor:

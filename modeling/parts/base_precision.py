@@ -87,6 +87,11 @@ class Float32Linear(nn.Linear):
             return functional.linear(inputs.float(), self.weight.float(), bias)
 
 
+def perceptron(in_features: int, out_features: int) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """Return the modules of a perceptron of two layers, the second one from `out_features` to itself, in float32."""
+    return Float32Linear(in_features, out_features), nn.GELU(), Float32Linear(out_features, out_features)
+
+
 class Float32LayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` in float32."""
 

@@ -198,7 +198,7 @@ def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[No
     Adapters of somebody else (e.g. `peft.get_peft_model` over the compressor) stay active, unless they were switched
     off. `None`: none of this project's adapters is active.
     """
-    found: Any = getattr(model, PASSES, None)
+    found: Any = vars(model).get(PASSES)
     if found is None:
         return nullcontext()
     passes, layer = found
@@ -251,5 +251,4 @@ def merge_lora(model: nn.Module, name: str) -> None:
             layer.adapted_class.merge(layer, safe_merge=True, adapter_names=names)
         parent, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(parent), attribute, layer.get_base_layer())
-    if hasattr(model, PASSES):
-        delattr(model, PASSES)
+    vars(model).pop(PASSES, None)

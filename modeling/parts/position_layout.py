@@ -45,10 +45,8 @@ def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: 
     """Return the position ids of many chunks' memory tokens in the encoder, `(num_chunks, width)` (EPL, Tables 1 and
     12).
 
-    Args:
-        lengths: Number of context tokens of each chunk, `(num_chunks,)`.
-        counts: Number of its memory tokens, `(num_chunks,)`; places behind them hold 0.
-        starts: Number of context tokens before it, `(num_chunks,)`; ignored by the default layout.
+    Lengths are the context tokens of each chunk, `(num_chunks,)`, counts its memory tokens, behind which stand zeros,
+    and starts the context tokens before it, which the default layout ignores.
     """
     steps = torch.arange(width, device=counts.device)
     lengths, counts, starts = lengths[:, None], counts[:, None], starts[:, None]
@@ -66,12 +64,10 @@ def encoder_position_ids(
     """Return the position ids of one chunk and its memory tokens in the encoder (EPL, Tables 1 and 12).
 
     Args:
-        num_tokens: Number of context tokens of the chunk.
-        num_memory_tokens: Number of its memory tokens.
+        num_tokens, num_memory_tokens: Context tokens of the chunk, and its memory tokens.
         layout: "default" (the chunk from 0, memory right after it), "uniform" or "enhanced" (the chunk's place in the
             whole context, counted from 1, memory spread over it).
-        chunk_start: Number of context tokens before this chunk; ignored by the default layout.
-        device: Where the ids are made.
+        chunk_start: Context tokens before this chunk; ignored by the default layout.
 
     Returns:
         The context ids of shape `(num_tokens,)` and the memory ids of shape `(num_memory_tokens,)`, LongTensors.
@@ -95,14 +91,12 @@ def decoder_position_ids(
     """Return the position ids of all chunks' memory and of the text in the decoder (EPL, Tables 2, 3 and 13 to 15).
 
     Args:
-        chunk_lengths: Number of context tokens of each chunk, in order.
-        memory_counts: Number of memory tokens of each chunk.
-        num_text_tokens: Number of text tokens, the task token in front of them included.
+        chunk_lengths, memory_counts: Context tokens of each chunk, in order, and memory tokens.
+        num_text_tokens: Text tokens, the task token in front of them included.
         layout: "default" and "uniform" number the text on from the memory count; "enhanced" gives the memory and the
             text the ids of the context that they stand for.
         carrier: "embeddings" or "key_values"; key/values are rotated already and keep their encoder ids.
         task: "reconstruction" or "continuation"; question answering is a continuation.
-        device: Where the ids are made.
 
     Returns:
         The memory ids of shape `(sum of memory_counts,)` and the text ids of shape `(num_text_tokens,)`, LongTensors.

@@ -176,10 +176,7 @@ def message_ids(
         if not config.opens_context:
             return [*start_ids(config, tokenizer, chat.head), *chat.turns[0]]
         if chat.head != prompt_ids(tokenizer, [""], "chat").head:
-            raise ValueError(
-                "the memory holds the opening of the chat, which is the template's own: leave out what `messages` say "
-                "before the user"
-            )
+            raise ValueError("the memory holds the opening of the chat: leave out what `messages` say before the user")
         return chat.turns[0]
     contents = [message["content"] for message in messages]
     # Nobody's words are special tokens.
