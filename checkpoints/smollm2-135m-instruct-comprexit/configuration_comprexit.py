@@ -13,6 +13,13 @@ from transformers import AutoConfig, CONFIG_MAPPING, PreTrainedConfig
 
 # configuration/layer_shape.py
 
+def key_value_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Return layers, key/value heads and head dimension of a language model."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
 def linear_flops(num_vectors: int, in_features: int, out_features: int) -> int:
     """Operations of a linear map of so many vectors."""
     return 2 * num_vectors * in_features * out_features
@@ -114,9 +121,7 @@ def lora_settings(field: str, value: Any) -> dict[str, Any] | None:
     targets = lora["target_modules"]
     if targets != "all-linear":
         if isinstance(targets, str) or not targets:
-            raise ValueError(
-                f"`{field}['target_modules']` must be 'all-linear' or a list of module names, got {targets!r}"
-            )
+            raise ValueError(f"`{field}['target_modules']` must be 'all-linear' or a list of names, got {targets!r}")
         lora["target_modules"] = list(targets)
     return lora
 
@@ -130,8 +135,7 @@ def prompt_map(value: dict[str, str] | None) -> dict[str, str] | None:
         check_choice("task of `prompts`:", task, PROMPTED_TASKS)
         if prompt.count("{question}") != (task == "question_answering"):
             raise ValueError(
-                f"`prompts` must hold {{question}} once in 'question_answering' and nowhere else, got {task!r}: "
-                f"{prompt!r}"
+                f"`prompts` hold {{question}} once in 'question_answering' alone, got {task!r}: {prompt!r}"
             )
     return value
 
@@ -427,7 +431,6 @@ class CompressorConfig(PreTrainedConfig):
         return sum(times * (self.chunk_slots(length, ratio) + self.markers_per_chunk) for length, times in chunks)
 
     def _chunks(self, num_context_tokens: int, ratio: int) -> list[tuple[int, int]]:
-        """Lengths of a context's chunks, and how many there are of each."""
         size = self.chunk_size or max(1, num_context_tokens)
         full, rest = divmod(num_context_tokens, size)
         return [(length, times) for length, times in ((size, full), (rest, 1)) if length and times]
@@ -435,7 +438,6 @@ class CompressorConfig(PreTrainedConfig):
 
 # configuration/configuration_comprexit.py
 
-SLOT_AGGREGATIONS = ("transport", "window_attention", "mean")
 GATE, LAST_LAYER = "gate", "last_layer"
 
 
@@ -510,7 +512,7 @@ class ComprExITConfig(CompressorConfig):
     ):
         self.gate_size = int_between("gate_size", gate_size, 1)
         self.gate_temperature = gate_temperature
-        self.slot_aggregation = one_of("slot_aggregation", slot_aggregation, SLOT_AGGREGATIONS)
+        self.slot_aggregation = one_of("slot_aggregation", slot_aggregation, ("transport", "window_attention", "mean"))
         self.window_size = int_between("window_size", window_size, 1)
         self.metric_size = int_between("metric_size", metric_size, 1)
         self.transport_epsilon = transport_epsilon
@@ -523,8 +525,7 @@ class ComprExITConfig(CompressorConfig):
         num_layers = self.get_encoder_config().num_hidden_layers
         if token_anchors not in (GATE, LAST_LAYER, *range(num_layers + 1)):
             raise ValueError(
-                f"`token_anchors` must be {GATE!r}, {LAST_LAYER!r} or a layer from 0 to {num_layers}, got "
-                f"{token_anchors!r}"
+                f"`token_anchors` must be 'gate', 'last_layer' or 0 to {num_layers}, got {token_anchors!r}"
             )
         self.token_anchors = token_anchors
 

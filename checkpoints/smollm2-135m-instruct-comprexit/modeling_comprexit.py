@@ -20,6 +20,7 @@ from .compressor_base import (
     ENCODER,
     Float32LayerNorm,
     Float32Linear,
+    perceptron,
     run_backbone,
     sinkhorn,
     weights_of,
@@ -297,9 +298,7 @@ class ComprExITModel(CompressorModel):
             self.transmission = WindowAttention(width, config.metric_size)
         else:
             self.transmission = WindowMean()
-        self.slot_mlp = nn.Sequential(
-            Float32Linear(width, config.hidden_size), nn.GELU(), Float32Linear(config.hidden_size, config.hidden_size)
-        )
+        self.slot_mlp = nn.Sequential(*perceptron(width, config.hidden_size))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -12,6 +12,15 @@ from typing import Any, ClassVar
 from transformers import AutoConfig, CONFIG_MAPPING, PreTrainedConfig
 
 
+# configuration/layer_shape.py
+
+def key_value_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Return layers, key/value heads and head dimension of a language model."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
 # configuration/nearest_names.py
 
 # More than these are no help in a message.
@@ -113,9 +122,7 @@ def lora_settings(field: str, value: Any) -> dict[str, Any] | None:
     targets = lora["target_modules"]
     if targets != "all-linear":
         if isinstance(targets, str) or not targets:
-            raise ValueError(
-                f"`{field}['target_modules']` must be 'all-linear' or a list of module names, got {targets!r}"
-            )
+            raise ValueError(f"`{field}['target_modules']` must be 'all-linear' or a list of names, got {targets!r}")
         lora["target_modules"] = list(targets)
     return lora
 
@@ -129,8 +136,7 @@ def prompt_map(value: dict[str, str] | None) -> dict[str, str] | None:
         check_choice("task of `prompts`:", task, PROMPTED_TASKS)
         if prompt.count("{question}") != (task == "question_answering"):
             raise ValueError(
-                f"`prompts` must hold {{question}} once in 'question_answering' and nowhere else, got {task!r}: "
-                f"{prompt!r}"
+                f"`prompts` hold {{question}} once in 'question_answering' alone, got {task!r}: {prompt!r}"
             )
     return value
 
@@ -426,7 +432,6 @@ class CompressorConfig(PreTrainedConfig):
         return sum(times * (self.chunk_slots(length, ratio) + self.markers_per_chunk) for length, times in chunks)
 
     def _chunks(self, num_context_tokens: int, ratio: int) -> list[tuple[int, int]]:
-        """Lengths of a context's chunks, and how many there are of each."""
         size = self.chunk_size or max(1, num_context_tokens)
         full, rest = divmod(num_context_tokens, size)
         return [(length, times) for length, times in ((size, full), (rest, 1)) if length and times]
@@ -435,7 +440,6 @@ class CompressorConfig(PreTrainedConfig):
 # configuration/configuration_shallow_encoder.py
 
 AUTOENCODING, KEFT = "autoencoding", "keft"
-TRAINING_STAGES = (AUTOENCODING, KEFT)
 # W_Q, W_K and W_V of every decoder layer, one by one or in one map; their biases belong to them.
 QUERY_KEY_VALUE = (
     r"(^|\.)language_model\.layers\.\d+\.(.+\.)?"
@@ -465,7 +469,7 @@ class ShallowEncoderConfig(CompressorConfig):
         bos_before_text: bool = False,
         **kwargs: Any,
     ):
-        self.training_stage = one_of("training_stage", training_stage, TRAINING_STAGES)
+        self.training_stage = one_of("training_stage", training_stage, (AUTOENCODING, KEFT))
         default_lora = {"rank": 128, "alpha": 32.0, "dropout": 0.05, "target_modules": "all-linear"}
         super().__init__(
             compression_ratios=compression_ratios,

@@ -11,6 +11,15 @@ from typing import Any, ClassVar
 from transformers import AutoConfig, CONFIG_MAPPING, PreTrainedConfig
 
 
+# configuration/layer_shape.py
+
+def key_value_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Return layers, key/value heads and head dimension of a language model."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
 # configuration/nearest_names.py
 
 # More than these are no help in a message.
@@ -68,6 +77,13 @@ def int_between(field: str, value: Any, least: int, most: int | None = None) -> 
     return value
 
 
+def check_left_out(config: PreTrainedConfig, fields: Iterable[str], reason: str) -> None:
+    """Raise a `ValueError` that names the first of some fields of a configuration that has a value."""
+    for field in fields:
+        if value := getattr(config, field):
+            raise ValueError(f"`{field}` must be left out: {reason}, got {value}")
+
+
 def positive_int_or_none(field: str, value: Any) -> int | None:
     """Return `value` if it is `None` or an int of at least 1, else raise a `ValueError` that names the field."""
     if value is not None and (not isinstance(value, int) or value < 1):
@@ -112,9 +128,7 @@ def lora_settings(field: str, value: Any) -> dict[str, Any] | None:
     targets = lora["target_modules"]
     if targets != "all-linear":
         if isinstance(targets, str) or not targets:
-            raise ValueError(
-                f"`{field}['target_modules']` must be 'all-linear' or a list of module names, got {targets!r}"
-            )
+            raise ValueError(f"`{field}['target_modules']` must be 'all-linear' or a list of names, got {targets!r}")
         lora["target_modules"] = list(targets)
     return lora
 
@@ -128,8 +142,7 @@ def prompt_map(value: dict[str, str] | None) -> dict[str, str] | None:
         check_choice("task of `prompts`:", task, PROMPTED_TASKS)
         if prompt.count("{question}") != (task == "question_answering"):
             raise ValueError(
-                f"`prompts` must hold {{question}} once in 'question_answering' and nowhere else, got {task!r}: "
-                f"{prompt!r}"
+                f"`prompts` hold {{question}} once in 'question_answering' alone, got {task!r}: {prompt!r}"
             )
     return value
 
@@ -425,17 +438,12 @@ class CompressorConfig(PreTrainedConfig):
         return sum(times * (self.chunk_slots(length, ratio) + self.markers_per_chunk) for length, times in chunks)
 
     def _chunks(self, num_context_tokens: int, ratio: int) -> list[tuple[int, int]]:
-        """Lengths of a context's chunks, and how many there are of each."""
         size = self.chunk_size or max(1, num_context_tokens)
         full, rest = divmod(num_context_tokens, size)
         return [(length, times) for length, times in ((size, full), (rest, 1)) if length and times]
 
 
 # configuration/configuration_mean_pooling.py
-
-ENCODER_TYPES = ("language_model", "embeddings")
-ENCODER_ATTENTIONS = ("bidirectional", "causal")
-
 
 class MeanPoolingConfig(CompressorConfig):
     """Mean pooling of a bidirectional encoder's last hidden states ("Simple Context Compression: Mean-Pooling and
@@ -478,23 +486,17 @@ class MeanPoolingConfig(CompressorConfig):
         self.normed_mlp_size = positive_int_or_none("normed_mlp_size", normed_mlp_size)
         self.normed_mlp_bias = normed_mlp_bias
         if self.linear_after_pooling and normed_mlp_size is not None:
-            raise ValueError(
-                "`normed_mlp_size` stands in W's place and goes with `linear_after_pooling=False`, got "
-                f"{normed_mlp_size!r}"
-            )
-        self.encoder_type = one_of("encoder_type", encoder_type, ENCODER_TYPES)
-        self.encoder_attention = one_of("encoder_attention", encoder_attention, ENCODER_ATTENTIONS)
+            raise ValueError(f"`normed_mlp_size` needs `linear_after_pooling=False`, got {normed_mlp_size!r}")
+        self.encoder_type = one_of("encoder_type", encoder_type, ("language_model", "embeddings"))
+        self.encoder_attention = one_of("encoder_attention", encoder_attention, ("bidirectional", "causal"))
         super().__init__(
             compression_ratios=compression_ratios,
             encoder_lora=lora_or(encoder_lora, {} if encoder_type == "language_model" else None),
             decoder_lora=lora_or(decoder_lora, {}),
             **kwargs,
         )
-        if self.encoder_type == "embeddings" and (self.encoder_lora is not None or self.encoder_config is not None):
-            raise ValueError(
-                "`encoder_type='embeddings'` has no encoder: `encoder_lora` and `encoder_config` must be None, got "
-                f"{self.encoder_lora!r} and {type(self.encoder_config).__name__}"
-            )
+        if self.encoder_type == "embeddings":
+            check_left_out(self, ("encoder_lora", "encoder_config"), "`encoder_type='embeddings'` has no encoder")
 
     @property
     def has_encoder(self) -> bool:  # type: ignore[override]

@@ -28,10 +28,7 @@ class MeanPoolingModel(CompressorModel):
         if config.linear_after_pooling:
             self.slot_projection = Float32Linear(encoder_width, config.hidden_size, bias=False)
         elif encoder_width != config.hidden_size and config.normed_mlp_size is None:
-            raise ValueError(
-                f"the encoder has width {encoder_width}, the decoder {config.hidden_size}: "
-                "`linear_after_pooling` must be True"
-            )
+            raise ValueError(f"widths of {encoder_width} and {config.hidden_size} need `linear_after_pooling=True`")
         self.slot_mlp = None
         if config.normed_mlp_size is not None:
             up = Float32Linear(encoder_width, config.normed_mlp_size, bias=config.normed_mlp_bias)

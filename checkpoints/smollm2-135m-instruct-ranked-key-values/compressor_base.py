@@ -66,6 +66,7 @@ from .configuration_ranked_key_values import (
     CompressorConfig,
     POSITION_LAYOUTS,
     check_choice,
+    key_value_shape,
     max_positions,
     nearest_name,
 )
@@ -219,13 +220,11 @@ def _adapted_by_pass(layer_class: Any) -> Any:
 
 
 def _new_layer(layer_class: Any) -> Any:
-    """An empty layer for pickling and copying, which cannot find a class that was made here by its name."""
     layer_class = _adapted_by_pass(layer_class)
     return layer_class.__new__(layer_class)
 
 
 def _of_the_decoder(layer: Any) -> list[str]:
-    """Outside of any pass the backbone is the decoder."""
     return [own for own in (DECODER, SHARED) if own in layer.lora_A]
 
 
@@ -314,7 +313,7 @@ def activated(passes: Passes, names: Any) -> Iterator[None]:
 
 def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[None]:
     """Activate `name`, and a shared adapter, alone of this project's in `model`, in this thread and a `with` block."""
-    found: Any = getattr(model, PASSES, None)
+    found: Any = vars(model).get(PASSES)
     if found is None:
         return nullcontext()
     passes, layer = found
@@ -362,8 +361,7 @@ def merge_lora(model: nn.Module, name: str) -> None:
             layer.adapted_class.merge(layer, safe_merge=True, adapter_names=names)
         parent, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(parent), attribute, layer.get_base_layer())
-    if hasattr(model, PASSES):
-        delattr(model, PASSES)
+    vars(model).pop(PASSES, None)
 
 
 # parts/text_ids.py
@@ -377,7 +375,6 @@ _COPIES: dict[bool, weakref.WeakKeyDictionary[PreTrainedTokenizerBase, PreTraine
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The tokenizers library's tokenizer inside a fast one; `None` inside another."""
     return getattr(tokenizer, "backend_tokenizer", None)
 
 
@@ -757,10 +754,7 @@ def quantize_tensor(tensor: Tensor, mask: Tensor, bits: int) -> tuple[Tensor, Te
     products = ((integers + 0.5) * blocks).sum(dim=-1)
     scales = (blocks.square().sum(dim=-1) / products.where(products > 0, 1)).half()
     if scales.isinf().any():
-        raise ValueError(
-            f"the memory holds values up to {states.abs().max().item():.4g}, too large for scales, which end at "
-            f"{torch.finfo(torch.float16).max:,.0f}"
-        )
+        raise ValueError(f"the memory holds {states.abs().max().item():.4g}, too large for float16 scales")
     codes = (integers + half).to(torch.int32).flatten(-2).unflatten(-1, (-1, per_item))
     items = (codes << _shifts(bits, codes.device)).sum(dim=-1, dtype=torch.int32)
     return items.where(real, 0).to(_DTYPES[bits]), scales
@@ -780,7 +774,6 @@ def _shifts(bits: int, device: torch.device) -> Tensor:
 
 
 def _rotated(blocks: Tensor, is_back: bool = False) -> Tensor:
-    """Blocks `(..., size)` after the rotation of (1), or after its inverse."""
     size = blocks.shape[-1]
     signs = blocks.new_tensor([1 - 2 * (_SIGNS >> (127 - place) & 1) for place in range(size)])
     hadamard = blocks.new_ones(1, 1)
@@ -830,7 +823,7 @@ def weights_fingerprint(model: Any, of_answers: bool = False, stored: Mapping[st
     digest = hashlib.sha256()
     is_reader = not of_answers and model.config.has_frozen_memories
     weights: dict[torch.device, Tensor] = {}
-    for name, parameter in _sorted_parameters(model):
+    for name, parameter in sorted(model.named_parameters()):
         if is_reader and OF_THE_DECODER.search(name):
             continue
         owner, _, own = name.rpartition(".")
@@ -856,18 +849,12 @@ def at_hand(module: nn.Module) -> AbstractContextManager[Any]:
     return align_module_device(module)
 
 
-def _sorted_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters in the order of their names."""
-    return sorted(model.named_parameters(), key=lambda item: item[0])
-
-
 def _weights(device: torch.device) -> Tensor:
     # Odd, so that no changed bit is lost; different, so that exchanged rows are not the same sum.
     return torch.arange(1, _CHUNK // 2, 2, device=device)
 
 
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """The sum, modulo 2**64, of bfloat16 values as words of eight bytes, each times its weight."""
     values = values.to(torch.bfloat16)
     if len(values) % 4:
         values = nn.functional.pad(values, (0, -len(values) % 4))
@@ -906,7 +893,7 @@ def _usual_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
 def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
     """Runs of neighbouring values of some 16 parameters, spread over the model: (num_parameters, 2, 16) in float32."""
     kinds: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in _sorted_parameters(model):
+    for name, parameter in sorted(model.named_parameters()):
         if parameter.shape[-1] >= _RUN:
             kinds.setdefault(re.sub(r"\d+", "", name), []).append(parameter)
     count = min(max(_PARAMETERS, len(kinds)), sum(map(len, kinds.values())))
@@ -953,7 +940,6 @@ def rounding(model: nn.Module, recorded: str, dtype: torch.dtype) -> tuple[float
 
 
 def _steps(runs: Tensor) -> Tensor:
-    """The step of the grid that each run's values lie on, `(num_runs,)`; NaN where they lie on none."""
     low, high = runs.aminmax(dim=1, keepdim=True)
     counts = torch.arange(1, _FINE + 1)
     places = ((runs - low) / (high - low))[:, :, None] * counts
@@ -975,7 +961,7 @@ def version(tensor: Tensor) -> tuple[Any, ...]:
 def all_weights(model: nn.Module, dtype: torch.dtype) -> str:
     """Sixteen hexadecimal digits from every bit of every parameter in a type."""
     digest = hashlib.sha256()
-    for name, parameter in _sorted_parameters(model):
+    for name, parameter in sorted(model.named_parameters()):
         values = whole(parameter.detach()).to(dtype)
         digest.update(f"{name}{tuple(values.shape)}{checksum(values)}".encode())
     return digest.hexdigest()[:16]
@@ -1196,10 +1182,7 @@ def message_ids(
         if not config.opens_context:
             return [*start_ids(config, tokenizer, chat.head), *chat.turns[0]]
         if chat.head != prompt_ids(tokenizer, [""], "chat").head:
-            raise ValueError(
-                "the memory holds the opening of the chat, which is the template's own: leave out what `messages` say "
-                "before the user"
-            )
+            raise ValueError("the memory holds the opening of the chat: leave out what `messages` say before the user")
         return chat.turns[0]
     contents = [message["content"] for message in messages]
     # Nobody's words are special tokens.
@@ -1278,7 +1261,6 @@ def _templated(
 
 
 def _filled(tokenizer: PreTrainedTokenizerBase, text: str, contents: Sequence[str]) -> list[int]:
-    """Token ids of a piece of a filled template, with contents in place of their marks."""
     here = [(mark, content) for place, content in enumerate(contents) if (mark := _MARK.format(place)) in text]
     names = tokenizer.all_special_tokens
     if not any(name in content for _, content in here for name in names):
@@ -1600,7 +1582,6 @@ def _narrower(dtype: torch.dtype) -> set[torch.dtype]:
 
 
 def _checksums(tensor: Tensor) -> dict[torch.dtype, str]:
-    """Checksums of a weight in its own type and in those that round it when it is cast; none if it has no sum."""
     own = checksum(tensor)
     if own is None:
         return {}
@@ -1609,7 +1590,8 @@ def _checksums(tensor: Tensor) -> dict[torch.dtype, str]:
 
 
 class BaseRecord:
-    """A record of a model's bases in memory."""
+    """A record of a model's bases in memory: for each the entry of a light checkpoint, see [`base_entry`], and sums of
+    the weights that are the bases' own."""
 
     def __init__(self, entries: Mapping[str, dict[str, str | None]], tensors: Iterable[tuple[str, Tensor]]):
         self.entries = {base: dict(entry) for base, entry in entries.items()}
@@ -1842,7 +1824,6 @@ def coarser_memory(memory: Any, ratio: int) -> Any:
 
 
 def _chosen(is_kept: Tensor, chunks: Tensor, is_real: Tensor) -> Tensor:
-    """Return the pair that stands in each place of a memory: chunk by chunk, there head by head."""
     _, num_heads, num_places = is_kept.shape
     # What is dropped stands behind all.
     chunks = chunks[:, None].where(is_kept, num_places).flatten(1)
@@ -1857,7 +1838,6 @@ def _chosen(is_kept: Tensor, chunks: Tensor, is_real: Tensor) -> Tensor:
 
 
 def _taken(key_values: KeyValues, chosen: Tensor, is_real: Tensor) -> KeyValues:
-    """The chosen pairs in the shape of a memory."""
     layers, heads = len(key_values), key_values[0][0].shape[1]
 
     def taken(side: int) -> Sequence[Tensor]:
@@ -1869,7 +1849,6 @@ def _taken(key_values: KeyValues, chosen: Tensor, is_real: Tensor) -> KeyValues:
 
 
 def _of_chosen(of_pairs: Tensor, chosen: Tensor, is_real: Tensor) -> Tensor:
-    """Take what is said of pairs `(batch_size, num_heads, num_places)` for the chosen ones, as a memory has it."""
     taken = of_pairs.flatten(1).gather(1, chosen.flatten(1)).view_as(chosen)
     return taken.mT.masked_fill(~is_real[:, :, None], 0)
 
@@ -1961,7 +1940,6 @@ def write_memory_file(path: str | os.PathLike, tensors: dict[str, Tensor], metad
 
 
 def _in_order(header_bytes: bytes) -> bytes:
-    """The header with its metadata in order, which safetensors leaves to chance: equal memories are equal files."""
     header = json.loads(header_bytes)
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(len(header_bytes))
@@ -1983,9 +1961,7 @@ def read_memory_file(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[s
         if len(matches) != 1 or _file_digest(file, header_bytes, matches[0]) != matches[0][1].decode():
             raise ValueError(f"{path} was altered: its bytes do not fit the checksum in it")
     if metadata["format_version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format version {metadata['format_version']}, this code reads version {FORMAT_VERSION}"
-        )
+        raise ValueError(f"{path} has format version {metadata['format_version']}, this code reads {FORMAT_VERSION}")
     try:
         return load_file(path), metadata
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
@@ -1994,13 +1970,11 @@ def read_memory_file(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[s
 
 
 def _check_is_file(path: Path) -> None:
-    """Refuse what exists and is no file: a pipe would be waited for."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is a folder, a pipe or the like, not a memory file")
 
 
 def _read_header(file: BinaryIO, path: Path) -> bytes:
-    """The JSON header: a safetensors file starts with its length in eight bytes, little end first."""
     file_size = os.fstat(file.fileno()).st_size
     file.seek(0)
     header_size = int.from_bytes(file.read(8), "little")
@@ -2028,7 +2002,6 @@ def _checked_header(header_bytes: bytes, path: Path) -> dict[str, str]:
 
 
 def _file_digest(file: BinaryIO, header_bytes: bytes, match: re.Match) -> str:
-    """SHA-256 of the whole file with zeros where the digest stands."""
     file.seek(0)
     digest = hashlib.sha256(file.read(8))
     digest.update(header_bytes[: match.start(1)] + _ZERO_DIGEST.encode() + header_bytes[match.end(1) :])
@@ -2067,9 +2040,7 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} to fit the {memory.carrier}, got {tuple(tensor.shape)}")
     if memory.position_layout not in POSITION_LAYOUTS:
-        raise ValueError(
-            f"position_layout must be one of {', '.join(POSITION_LAYOUTS)}, got {memory.position_layout!r}"
-        )
+        raise ValueError(f"position_layout must be one of {list(POSITION_LAYOUTS)}, got {memory.position_layout!r}")
     devices = {tensor.device for tensor in [*tensors, *scales, *(vars(memory)[name] for name in shapes)]}
     if len(devices) > 1:
         raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
@@ -2078,7 +2049,6 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
 
 
 def _checked_carrier(memory: Any) -> list[Tensor]:
-    """The embeddings, or keys and values of all layers, of one shape and with the scales and frequencies they need."""
     name, dims = memory.carrier, 3 if memory.key_values is None else 4
     pairs, tensors = memory.key_values or (), carrier_tensors(memory)
     for tensor in tensors:
@@ -2099,8 +2069,7 @@ def _checked_carrier(memory: Any) -> list[Tensor]:
     frequencies, width = memory.inverse_frequencies, width_of(tensors[0])
     if frequencies is not None and (not pairs or frequencies.shape != (width / 2,)):
         raise ValueError(
-            f"inverse_frequencies belong to key_values and must have shape ({width // 2},), half of the head "
-            f"dimension, got {tuple(frequencies.shape)}"
+            f"inverse_frequencies of key_values have shape ({width // 2},), got {tuple(frequencies.shape)}"
         )
     if memory.coarsest_ratios is not None and (memory.head_ids is None or memory.coarsest_ratios.dtype != torch.uint8):
         raise ValueError("coarsest_ratios must be uint8, beside head_ids")
@@ -2108,12 +2077,10 @@ def _checked_carrier(memory: Any) -> list[Tensor]:
 
 
 def _num_heads(memory: Any) -> int:
-    """Key/value heads in all layers of a memory of key/values."""
     return len(memory.key_values) * memory.key_values[0][0].shape[1]
 
 
 def _refuse_values(memory: Any, finite: bool) -> None:
-    """Raise a `ValueError` for the first wrong value of a memory's fields, by one wait for the device."""
     mask, heads, frequencies = memory.attention_mask.long(), memory.head_ids, memory.inverse_frequencies
     flags = {
         "attention_mask must hold ones and zeros": (mask != 0) & (mask != 1),
@@ -2146,7 +2113,6 @@ def _refuse_values(memory: Any, finite: bool) -> None:
 def _spread_ids(
     start_id: int | Tensor, num_tokens: int | Tensor, num_memory_tokens: int | Tensor, steps: Tensor
 ) -> Tensor:
-    """Ids of the memory tokens `steps` by Algorithm 1; all arguments broadcast."""
     # Lines 1 to 3: start + (r - 1) / 2 + j r with r = num_tokens / num_memory_tokens, over the common denominator.
     numerator = num_tokens - num_memory_tokens + 2 * num_tokens * steps + 2 * num_memory_tokens * start_id
     floor = numerator // (2 * num_memory_tokens)
@@ -2317,8 +2283,6 @@ class CheckpointedModel(PreTrainedModel):
 
 
 def _started_adapter(model: Any, missing: set[str]) -> set[str]:
-    """Give the decoder's adapter its start values where the caller's configuration has one and no file does, and
-    return the names of its weights."""
     names = {key for key in missing if OF_THE_DECODER.search(key)}
     for key in names:
         path, _, own = key.rpartition(".")
@@ -2347,7 +2311,6 @@ def _stored_config(model_class: Any, name: str | os.PathLike, keywords: dict[str
 
 
 def _written_class(model: nn.Module) -> type:
-    """The class that somebody wrote: FSDP gives a model that it shares out one of its own, derived from that."""
     if torch.distributed.is_available():
         from torch.distributed.fsdp import FSDPModule
 
@@ -2456,8 +2419,7 @@ Memory = Any
 
 def concatenate_memories(given: Iterable[Memory]) -> Memory:
     """See `CompressedContext.concatenate`."""
-    memories = _in_one_form(_listed("concatenate", given), keeps_keys=False)
-    _check_fit("concatenated", memories)
+    memories = _checked("concatenate", given)
     first = memories[0]
     if len(memories) == 1:
         return first
@@ -2504,8 +2466,7 @@ def concatenate_memories(given: Iterable[Memory]) -> Memory:
 
 def stack_memories(given: Iterable[Memory]) -> Memory:
     """See `CompressedContext.stack`."""
-    memories = _in_one_form(_listed("stack", given), keeps_keys=True)
-    _check_fit("stacked", memories)
+    memories = _checked("stack", given, keeps_keys=True)
     first = memories[0]
     if len(memories) == 1:
         return first
@@ -2528,7 +2489,6 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
 
 
 def _of_pairs(memories: Sequence[Memory], joined: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor | None]:
-    """Join the fields with an entry for each pair; `None` where a memory has none."""
     found = {name: [vars(memory)[name] for memory in memories] for name in PAIR_FIELDS}
     return {name: None if any(t is None for t in each) else joined(each) for name, each in found.items()}
 
@@ -2537,17 +2497,7 @@ def _maker(memories: Sequence[Memory]) -> Any:
     return next((memory.maker for memory in memories if memory.maker is not None), None)
 
 
-def _listed(how: str, memories: Any) -> list[Memory]:
-    is_list = isinstance(memories, Iterable) and not isinstance(memories, Tensor)
-    memories = list(memories) if is_list else [memories]
-    for memory in memories:
-        if not is_list or not is_memory(memory):
-            raise TypeError(f"{how} takes CompressedContext objects, got {type(memory).__name__}")
-    return memories
-
-
 def _in_one_form(memories: Sequence[Memory], keeps_keys: bool) -> Sequence[Memory]:
-    """Return memories that are joined without rounding anything again: dequantised where their forms differ."""
     dtypes = dict.fromkeys(memory.dtype for memory in memories)
     quantized = [dtype for dtype in dtypes if quantization_of(dtype)]
     if (
@@ -2560,44 +2510,44 @@ def _in_one_form(memories: Sequence[Memory], keeps_keys: bool) -> Sequence[Memor
     return [memory.to(dtype=dtype) if memory.dtype in quantized else memory for memory in memories]
 
 
-def _check_fit(how: str, memories: Sequence[Memory]) -> None:
+def _checked(how: str, given: Any, keeps_keys: bool = False) -> Sequence[Memory]:
+    memories = list(given) if isinstance(given, Iterable) else [None]
+    if not all(map(is_memory, memories)):
+        raise TypeError(f"{how} takes CompressedContext objects, got {given!r}")
     if not memories:
-        raise ValueError(f"{'concatenate' if how == 'concatenated' else 'stack'} needs at least one memory")
+        raise ValueError(f"{how} needs at least one memory")
     makers = [memory.maker() for memory in memories if memory.maker is not None and not memory.model_id]
     # Another thread's twin of a model shares its weights.
     if len({id(next(maker.parameters())) for maker in makers if maker is not None}) > 1:
-        raise ValueError(f"memories of different models, made in training mode, cannot be {how}")
-    first = memories[0]
-    for memory in memories[1:]:
-        by_row: list[tuple[str, Any, Any]] = [
-            ("batch sizes", first.batch_size, memory.batch_size),
-            ("questions", _questions(first), _questions(memory)),
-        ]
-        if how == "stacked":
-            has_none = (memory.question_fingerprints is None for memory in (first, memory))
-            left, right = ("none" if each else "one for each row" for each in has_none)
-            by_row = [("questions", left, right)]
-        for name, left, right in (
-            ("models", first.model_id, memory.model_id),
-            ("carriers", first.carrier_name, memory.carrier_name),
-            ("position layouts", first.position_layout, memory.position_layout),
-            ("dtypes", first.dtype, memory.dtype),
-            ("kinds of heads", first.head_ids is None, memory.head_ids is None),
-            ("devices", first.device, memory.device),
-            *by_row,
-        ):
-            if left != right:
-                raise ValueError(f"memories of different {name} cannot be {how}: {left} and {right}")
+        raise ValueError(f"cannot {how} memories of different models, made in training mode")
+    memories = _in_one_form(memories, keeps_keys)
+    first, *others = (_kind(memory, how) for memory in memories)
+    for other in others:
+        for name, value in first.items():
+            if value != other[name]:
+                raise ValueError(f"cannot {how} memories of different {name}: {value} and {other[name]}")
+    return memories
 
 
-def _questions(memory: Memory) -> list[int] | None:
-    fingerprints = memory.question_fingerprints
-    return None if fingerprints is None else fingerprints.tolist()
+def _kind(memory: Memory, how: str) -> dict[str, Any]:
+    questions, by_row = memory.question_fingerprints, {}
+    if how == "stack":
+        questions = "none" if questions is None else "one for each row"
+    else:
+        questions, by_row = None if questions is None else questions.tolist(), {"batch sizes": memory.batch_size}
+    return {
+        "models": memory.model_id,
+        "carriers": memory.carrier_name,
+        "position layouts": memory.position_layout,
+        "dtypes": memory.dtype,
+        "kinds of heads": "shared places" if memory.head_ids is None else "places of their own",
+        "devices": memory.device,
+        **by_row,
+        "questions": questions,
+    }
 
 
 def _moved(memories: Sequence[Memory], offsets: Tensor) -> list[Memory]:
-    """Return memories of key/values, those behind the first with their keys moved on by `offsets`, `(num_memories,
-    batch_size)`."""
     frequencies = memories[0].inverse_frequencies
     if any(memory.inverse_frequencies is None for memory in memories):
         raise ValueError("key/values move to later positions here, which needs inverse_frequencies in each memory")
@@ -2687,7 +2637,7 @@ class CompressedContext:
         return self.rows(index)
 
     def validate(self, finite: bool = False) -> None:
-        """Check types, shapes and values of all fields: `TypeError` and `ValueError` name the wrong one."""
+        """Check types, shapes and values of all fields; `TypeError` and `ValueError` name the wrong one."""
         check_memory_fields(self, finite)
 
     @property
@@ -2741,9 +2691,7 @@ class CompressedContext:
         if self.quantization == quantization:
             return self
         if self.quantization is not None:
-            raise ValueError(
-                f"the memory is in {self.quantization}: call `dequantize()` first, it is rounded twice then"
-            )
+            raise ValueError(f"the memory is in {self.quantization}: call `dequantize()` first")
         self.validate(finite=True)
         return replace(self, check=False, **quantized_fields(self, quantization))
 
@@ -2842,7 +2790,6 @@ class CompressedContext:
         return stack_memories(memories)
 
     def _replace(self, fields: dict, function: Callable[[Tensor], Tensor]) -> CompressedContext:
-        """A copy with other `fields`, and with `function` applied to everything that has one entry for each row."""
         names = ["attention_mask", "position_ids", "num_context_tokens"]
         names += ["ratio"] if isinstance(self.ratio, Tensor) else []
         names += [n for n in ("question_fingerprints", *PAIR_FIELDS) if vars(self)[n] is not None]
@@ -2971,7 +2918,6 @@ def join(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[Slot
 
 
 def _of_each(slots: Slots, function: Callable[[Tensor], Tensor]) -> Slots:
-    """Apply a function to embeddings, or to the keys and values of each layer."""
     if isinstance(slots, Tensor):
         return function(slots)
     return tuple((function(keys), function(values)) for keys, values in slots)
@@ -2980,20 +2926,9 @@ def _of_each(slots: Slots, function: Callable[[Tensor], Tensor]) -> Slots:
 # compressor/validation.py
 
 _KEYWORDS = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "cache",
-    "past_key_values",
-    "labels",
-    "context_input_ids",
-    "context_attention_mask",
-    "context_chunk_lengths",
-    "memory",
-    "ratio",
-    "use_cache",
-    "text_position_offset",
-    "logits_to_keep",
+    *("input_ids", "attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "labels"),
+    *("context_input_ids", "context_attention_mask", "context_chunk_lengths", "memory", "ratio"),
+    *("text_position_offset", "logits_to_keep"),
 )
 
 
@@ -3063,10 +2998,7 @@ def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]
         num_rows = len(rows.input_ids)
         rows.lengths, has_unknown, values = values[:num_rows], values[num_rows], values[num_rows + 1 :]
         if rows.needs_tokens and 0 in rows.lengths:
-            raise ValueError(
-                f"`{rows.name}` has no token in row {rows.lengths.index(0)}: the text needs at least one token, such "
-                "as BOS"
-            )
+            raise ValueError(f"`{rows.name}` has no token in row {rows.lengths.index(0)}: give one, such as BOS")
         if has_unknown:
             first = int(rows.input_ids[is_unknown][0])
             own = f" or one of the task tokens {dict(rows.task_token_ids)}" if rows.task_token_ids else ""
@@ -3103,8 +3035,7 @@ def check_ratios(ratios: Sequence[Any], trained: Sequence[int], input_ids: Tenso
         if isinstance(ratio, Tensor) and ratio.dim():
             if tuple(ratio.shape) != (len(input_ids),):
                 raise ValueError(
-                    f"`ratio` must be an int or have one value for each of the {len(input_ids)} rows, got shape "
-                    f"{tuple(ratio.shape)}"
+                    f"`ratio` must be an int or have {len(input_ids)} rows, got shape {tuple(ratio.shape)}"
                 )
             ratio = ratio.to(device=input_ids.device, dtype=torch.long)
             values = set(ratio.tolist())
@@ -3336,7 +3267,6 @@ def inverse_frequencies(backbone: PreTrainedModel) -> Tensor | None:
 
 
 def _turns_all_layers(config: Any) -> bool:
-    """Return whether the keys of all layers have rotary positions, with the same angles."""
     # 1 for a layer with rotary positions.
     if 0 in (getattr(config, "no_rope_layers", None) or ()):
         return False
@@ -3347,13 +3277,6 @@ def _turns_all_layers(config: Any) -> bool:
     if config.model_type not in _TURN_IN_WINDOWS or "full_attention" not in config.layer_types:
         return True
     return config.model_type in _OR_WITHOUT_WINDOW and config.sliding_window is None
-
-
-def key_value_shape(config: Any) -> tuple[int, int, int]:
-    """Layers, key/value heads and head dimension of a language model."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
 
 
 def position_bytes(config: Any, dtype: torch.dtype) -> int:
@@ -3417,6 +3340,7 @@ class ReadSlots:
         if (
             size * position_bytes(config.decoder_config, memory.dtype) > self.max_bytes
             or sliding_window(config.decoder_config) is not None
+            or self.backbone.num_pads_in_front(memory)
             or openings
             or any(len(text) == len(first) for text in texts)
         ):
@@ -3455,35 +3379,25 @@ class ReadSlots:
 def slots_as_key_values(backbone: Any, memory: CompressedContext, first: Sequence[int]) -> CompressedContext:
     """Return a memory of embeddings as the decoder's keys and values, behind the token ids `first`; no gradient
     flows."""
-    num_rows, device = memory.batch_size, memory.device
-    slots: Any = memory.embeddings
-    ids = torch.tensor([list(first)] * num_rows, dtype=torch.long, device=device)
-    # As `first_inputs` has it: contexts of the enhanced layout start at position 1.
-    shift = max(0, len(first) - 1) if memory.position_layout == "enhanced" else len(first)
-    positions = torch.arange(len(first), device=device).expand(num_rows, -1)
-    positions = torch.cat([positions, memory.position_ids + shift], dim=1)
-    mask = torch.cat([torch.ones_like(ids), memory.attention_mask], dim=1)
-    inputs: dict[str, Any] = {
-        "inputs_embeds": torch.cat([backbone._embed_text(ids), slots], dim=1),
-        "attention_mask": mask,
-        "position_ids": positions * mask,
-    }
-    cache = DynamicCache()
+    ids = torch.tensor([list(first)] * memory.batch_size, dtype=torch.long, device=memory.device)
+    text = TokenRows("input_ids", ids, torch.ones_like(ids), lengths=[len(first)] * len(ids))
+    width, cache = len(first) + memory.attention_mask.shape[1], DynamicCache()
+    # All of this text stands in front of the slots, whatever its offset behind them.
+    inputs, _ = backbone.first_inputs(text, None, memory, memory.num_slots, False, width)
     with backbone._adapter(backbone.language_model, DECODER):
-        run_backbone(backbone.language_model, is_right_padded=True, use_cache=True, **{CACHE: cache}, **inputs)
+        run_backbone(backbone.language_model, use_cache=True, **{CACHE: cache}, **inputs)
     return replace(
         memory,
         check=False,
         embeddings=None,
         key_values=tuple((layer.keys, layer.values) for layer in cache.layers),
-        attention_mask=mask,
-        position_ids=positions * mask,
+        attention_mask=inputs["attention_mask"],
+        position_ids=inputs["position_ids"],
         num_context_tokens=memory.num_context_tokens + len(first),
     )
 
 
 def _row_digest(row: CompressedContext, first: Sequence[int]) -> bytes:
-    """Return a digest of the values and places of a row's slots."""
     digest = hashlib.sha256(f"{row.model_id}{row.position_layout}{list(first)}".encode())
     tensors: list[Any] = [row.embeddings, row.position_ids, row.num_context_tokens]
     for tensor in tensors:
@@ -3531,7 +3445,6 @@ class CompressorPreTrainedModel(CheckpointedModel):
 
     @staticmethod
     def _init_like_embeddings(parameter: nn.Parameter, backbone: PreTrainedModel) -> None:
-        """N(mean, std), two scalars of the backbone's whole table of token embeddings (the code of EPL's authors)."""
         table = backbone.get_input_embeddings()
         weight = table.weight.float() * embedding_scale(table)
         drawn = torch.randn_like(parameter, dtype=torch.float32)
@@ -3650,9 +3563,7 @@ class CompressorPreTrainedModel(CheckpointedModel):
         check_adapters(self)
         if config.encoder_lora is not None or config.decoder_lora is not None:
             if getattr(config, "quantization_config", None) is not None:
-                raise ValueError(
-                    "adapters cannot be merged into quantized weights: load the checkpoint unquantized first"
-                )
+                raise ValueError("adapters cannot be merged into quantized weights: load the model unquantized")
             # Most weights are the base's no more.
             remember_base(self, None)
             is_one_model = config.shared_adapter and config.decoder_adapter is None
@@ -3678,7 +3589,8 @@ class CompressorPreTrainedModel(CheckpointedModel):
     # --- answers ---
 
     def question_answering(self, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> ContextCompressionQAPipeline:
-        """Return the pipeline "context-compression-qa" with this model, on the device where that is."""
+        """Return the pipeline "context-compression-qa" with this model, on the device where that is; arguments as of
+        [`ContextCompressionQAPipeline`]."""
 
         if getattr(self, "hf_device_map", None) is None:
             kwargs.setdefault("device", self.device)
@@ -3837,7 +3749,6 @@ class ContextCompressionQAPipeline(Pipeline):
         return [[token for passage in row for token in passage] for row in self._passages(documents, most)]
 
     def _passages(self, documents: Any, most: int | None = None) -> list[list[list[int]]]:
-        """Return token ids of each document's passages, of each document so many tokens at most."""
         is_one = isinstance(documents, (str, Mapping)) or not isinstance(documents, Iterable)
         texts: list[Any] = [documents] if is_one else list(documents)
         _check_documents(texts)
@@ -3869,7 +3780,12 @@ class ContextCompressionQAPipeline(Pipeline):
         allow_untrained_ratio: bool | None = None,
         **generate_kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        check_generation(generate_kwargs)
+        own = generate_kwargs.get("generation_config")
+        settings = {**({} if own is None else own.to_dict()), **generate_kwargs}
+        if (number := settings.get("num_return_sequences") or 1) != 1:
+            raise ValueError(f"`num_return_sequences` must be 1, got {number}: a question has one answer")
+        if settings.get("return_dict_in_generate"):
+            raise ValueError("`return_dict_in_generate` must be False: an answer is text; call the model's `generate`")
         if isinstance(ratio, (list, tuple)) or (isinstance(ratio, Tensor) and ratio.dim()):
             raise ValueError(f"`ratio` must be a single one, got {ratio}: a question is asked at one ratio at a time")
         if not isinstance(join, bool) and join not in (None, LIKELIEST):
@@ -3921,8 +3837,6 @@ class ContextCompressionQAPipeline(Pipeline):
     def _texts(
         self, question: Any, messages: Any, prompt: str | None, document: Sequence[int] | None = None
     ) -> tuple[list[list[int]], bool]:
-        """Return token ids of questions or conversations, behind a document's if these are given; and whether it was
-        one."""
         config, tokenizer = self.model.config, self._question_tokenizer
         if messages is None:
             questions, asks_one = _as_list("question", question)
@@ -3946,7 +3860,7 @@ class ContextCompressionQAPipeline(Pipeline):
         **generate_kwargs: Any,
     ) -> dict[str, Any]:
         batch_size, questions, documents = (inputs[name] for name in ("batch_size", "question_ids", "document_ids"))
-        generate_kwargs = with_defaults(generate_kwargs, MAX_NEW_TOKENS, self._pad_token_id)
+        generate_kwargs = _with_defaults(generate_kwargs, self._pad_token_id)
         if join == LIKELIEST:
             generate_kwargs |= {"return_dict_in_generate": True, "output_logits": True}
         answers: list[list[tuple[Tensor, float]]] = []
@@ -3994,8 +3908,6 @@ class ContextCompressionQAPipeline(Pipeline):
     def _memories(
         self, inputs: dict[str, Any], join: bool | str, ratio: int | None, allow_untrained_ratio: bool
     ) -> Iterable[CompressedContext]:
-        """Return the memories that are asked: those given, or of the documents in batches; a single one if all are
-        joined."""
         memories, documents, batch_size = (inputs[name] for name in ("memories", "document_ids", "batch_size"))
         if memories is None:
             lengths = [sum(map(len, row)) for row in documents]
@@ -4024,8 +3936,6 @@ class ContextCompressionQAPipeline(Pipeline):
         memory_of: Callable[[list[Any], dict[str, Tensor]], CompressedContext | None],
         generate_kwargs: dict[str, Any],
     ) -> list[list[tuple[Tensor, float]]]:
-        """Return each source's new tokens for every question, with their mean log-likelihood if logits are asked
-        for."""
         pairs = [(source, question) for source in sources for question in questions]
         answers: list[tuple[Tensor, float]] = []
         for start in range(0, len(pairs), batch_size):
@@ -4040,7 +3950,6 @@ class ContextCompressionQAPipeline(Pipeline):
         return [answers[start : start + len(questions)] for start in range(0, len(answers), len(questions))]
 
     def _with_likelihoods(self, output: Any) -> list[tuple[Tensor, float]]:
-        """Return the new tokens of each row of what `generate` gave with its logits, and their mean log-likelihood."""
         beams = output.get("beam_indices")
         scores = self.model.compute_transition_scores(output.sequences, output.logits, beams, normalize_logits=True)
         new_tokens = output.sequences[:, -scores.shape[1] :]
@@ -4059,7 +3968,6 @@ def _check_documents(texts: Sequence[Any]) -> None:
 
 
 def _as_list(name: str, value: Any) -> tuple[list[Any], bool]:
-    """Return one thing or several as a list, and whether it was one."""
     if isinstance(value, (list, tuple)):
         if not value:
             raise ValueError(f"`{name}` is an empty list")
@@ -4067,23 +3975,10 @@ def _as_list(name: str, value: Any) -> tuple[list[Any], bool]:
     return [value], True
 
 
-def check_generation(given: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for arguments of `generate` that ask for several answers to a question, or for more than
-    tokens."""
-    own = given.get("generation_config")
-    asked = {**({} if own is None else own.to_dict()), **given}
-    if (number := asked.get("num_return_sequences") or 1) != 1:
-        raise ValueError(f"`num_return_sequences` must be 1, got {number}: a question has one answer")
-    if asked.get("return_dict_in_generate"):
-        raise ValueError("`return_dict_in_generate` must be False: an answer is its text; call the model's `generate`")
-
-
-def with_defaults(given: Mapping[str, Any], max_new_tokens: int, pad_token_id: int | None) -> dict[str, Any]:
-    """Complete arguments of `generate`, and a `generation_config` among them: a single greedy, short answer, whatever
-    the model's own `generation_config` says."""
+def _with_defaults(given: Mapping[str, Any], pad_token_id: int | None) -> dict[str, Any]:
     given = dict(given)
     own = copy.deepcopy(given.pop("generation_config", None))
-    defaults = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad_token_id}
+    defaults = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "pad_token_id": pad_token_id}
     defaults |= {"num_return_sequences": 1, "return_dict_in_generate": False}
     if own is None:
         if given.get("max_length") is not None:
@@ -4157,17 +4052,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
         """Take other inputs of the method, such as images, out of a call's arguments; by default none."""
         return {}
 
-    def context_memory(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        ratio: Any,
-        name: str = "input_ids",
-        chunk_lengths: Any = None,
-        **beside: Any,
-    ) -> CompressedContext:
-        """Compress contexts into one memory without a name; arguments as of `context_rows` and `compress_rows`."""
-        context = self.context_rows(input_ids, attention_mask, name, chunk_lengths)
+    def context_memory(self, context: TokenRows, ratio: Any, **beside: Any) -> CompressedContext:
+        """Check contexts, and compress them into one memory without a name."""
         check_together(context)
         return self.compress_rows(context, [ratio], **beside)[0]
 
@@ -4285,7 +4171,6 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return joined[:, :, 0] * slot_mask
 
     def _no_slots(self, num_chunks: int) -> Slots:
-        """Return the slots of contexts without any token."""
         table = self.get_input_embeddings()
         with at_hand(table):
             weight = table.weight.detach()
@@ -4339,7 +4224,6 @@ class CompressorHead(CompressorPreTrainedModel):
         return self.model.model_id
 
     def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Return the library's value of a field: an argument, the caller's configuration, or else the model's."""
         given = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
         return getattr(self.generation_config, name, None) if given is None else given
 
@@ -4468,7 +4352,6 @@ class CompressorModel(CompressorBackbone):
         return [self._with_residual(*pair, embeddings, chunks) for pair in zip(slots, ratios, strict=True)]
 
     def _with_residual(self, slots: Any, ratio: Any, embeddings: Tensor, chunks: Chunks) -> Tensor:
-        """z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), W = 0 at the start."""
         own = slots.float()
         mask = chunks.attention_mask
         if self.residual_map is not None:
@@ -4523,9 +4406,7 @@ class CompressorModel(CompressorBackbone):
         check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
         check_keywords(kwargs)
         if input_ids is None or kwargs.pop("inputs_embeds", None) is not None:
-            raise ValueError(
-                "`input_ids` are needed, the text that follows the slots (`inputs_embeds` is not supported)"
-            )
+            raise ValueError("`input_ids` are needed, the text behind the slots (`inputs_embeds` are not read)")
         is_training = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if memory is None and context_input_ids is None and is_training and self.warns_of_no_context:
             logger.warning_once(
@@ -4548,12 +4429,10 @@ class CompressorModel(CompressorBackbone):
             context = self.context_rows(*given)
         if is_cached:
             if context is not None:
-                check_together(context)
-                memory = self.compress_rows(context, [ratio], **beside)[0]
+                memory = self.context_memory(context, ratio, **beside)
             if memory is None and (number := num_cached_slots(cache)):
                 raise ValueError(
-                    f"`cache` holds the {number} slots of a memory: give the memory, too, and "
-                    "`text_position_offset`, where the text starts"
+                    f"`cache` holds the {number} slots of a memory: give the memory, too, and `text_position_offset`"
                 )
             reading = (position_ids, memory, text_position_offset)
             inputs = self.next_inputs(input_ids, attention_mask, *reading, cache)
@@ -4594,8 +4473,6 @@ class CompressorModel(CompressorBackbone):
         ratio: Any,
         beside: dict[str, Any],
     ) -> tuple[CompressedContext | None, bool, int | None]:
-        """Check a text and what stands in front of it by one wait for the device; compress a context. Returns as
-        [`check_text_and_memory`]."""
         if memory is not None:
             return check_text_and_memory(text, memory, self)
         if context is None and torch.compiler.is_exporting():
@@ -4669,10 +4546,7 @@ class CompressorModel(CompressorBackbone):
     ) -> dict[str, Any]:
         """Return text that follows what is in the cache, slots and the text so far; arguments as of `forward`."""
         if memory is not None and len(memory) != len(input_ids):
-            raise ValueError(
-                f"`memory` has {len(memory)} rows, `input_ids` has {len(input_ids)}: behind a cache give a row for "
-                "each text (`memory.repeat_interleave`)"
-            )
+            raise ValueError(f"behind a cache `memory` has {len(memory)} rows, and `input_ids` has {len(input_ids)}")
         num_cached = int(cache.get_seq_length()) - self.num_places(memory)
         text_mask = cached_text_mask(attention_mask, input_ids, num_cached)
         if position_ids is None:
@@ -4738,8 +4612,6 @@ class CompressorModel(CompressorBackbone):
         return 0 if moved is None else int(moved.sum(dim=1).max())
 
     def _moves_first(self, input_ids: Tensor, text_mask: Tensor) -> Tensor | None:
-        """Mark the text tokens that stand in front of the slots, `(batch_size, num_text_tokens)` bool; `None` for
-        none."""
         opening, bos = self.config.slots_after_ids, self.config.bos_token_id
         if opening:
             return through_first(input_ids, text_mask, opening)
@@ -4883,22 +4755,16 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
             attention_mask = rows.attention_mask
             if not rows.is_full:
                 if size := self._setting("prefill_chunk_size", kwargs):
-                    raise ValueError(
-                        f"`prefill_chunk_size` ({size}) needs questions of one length, without pads: leave it out, or "
-                        "generate row by row"
-                    )
+                    raise ValueError(f"`prefill_chunk_size` ({size}) needs questions of one length: leave it out")
                 if kwargs.get("position_ids") is not None:
                     kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
                 question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
         if context_input_ids is not None:
-            given = (context_input_ids, context_attention_mask, ratio, "context_input_ids", context_chunk_lengths)
+            given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
             beside = self.model.beside_contexts(kwargs, (question, attention_mask))
-            memory = self.model.context_memory(*given, **beside)
+            memory = self.model.context_memory(self.model.context_rows(*given), ratio, **beside)
         if memory is None and num_cached_slots(cache):
-            raise ValueError(
-                f"`cache` holds the {num_cached_slots(cache)} slots of a memory: give the memory and the "
-                "whole text once more, without the cache"
-            )
+            raise ValueError(f"`cache` holds {num_cached_slots(cache)} slots: give their memory in place of it")
         if memory is not None:
             if cache is not None and cache.get_seq_length():
                 raise ValueError("`cache` must be empty when `generate` starts with a memory or a context")
@@ -4917,7 +4783,6 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         return super().generate(question, attention_mask=attention_mask, **kwargs)
 
     def _mask_of_pads(self, question: Tensor, arguments: dict[str, Any]) -> Tensor | None:
-        """The mask of a question with pads that came without one; the library would make it behind our checks."""
         pad, eos = self._setting("pad_token_id", arguments), self._setting("eos_token_id", arguments)
         if (
             pad is None
@@ -4935,33 +4800,15 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         processors.stand_in = self.config.bos_token_id or 0
         return processors
 
-    def _expand_inputs_for_generation(
-        self,
-        expand_size: int = 1,
-        is_encoder_decoder: bool = False,
-        input_ids: Tensor | None = None,
-        **model_kwargs: Any,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        memory = model_kwargs.get("memory")
-        if memory is not None and expand_size > 1:
-            model_kwargs["memory"] = memory.repeat_interleave(expand_size)
-        return super()._expand_inputs_for_generation(
-            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **model_kwargs
-        )
+    def _expand_inputs_for_generation(self, expand_size: int = 1, **arguments: Any) -> tuple[Tensor, dict[str, Any]]:
+        if expand_size > 1 and arguments.get("memory") is not None:
+            arguments["memory"] = arguments["memory"].repeat_interleave(expand_size)
+        return super()._expand_inputs_for_generation(expand_size=expand_size, **arguments)
 
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> Any:
-        memory = model_kwargs.get("memory")
-        places = self.model.num_places(memory)
-        return super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length + places
-        )
+    def _prepare_cache_for_generation(self, settings: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+        *others, max_cache_length = args
+        max_cache_length += self.model.num_places(model_kwargs.get("memory"))
+        return super()._prepare_cache_for_generation(settings, model_kwargs, *others, max_cache_length)
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, cache: Any = None, past_key_values: Any = None, **kwargs: Any
@@ -5004,11 +4851,10 @@ class PackedPairs:
 
 def pairs_by_head(memory: CompressedContext, is_packed: bool = False) -> list[list[Any]]:
     """Return each layer's pairs of a memory with `head_ids`, as groups of heads or, packed, as one `PackedPairs`."""
-    if memory.head_ids is None:
-        raise ValueError("the memory's heads have their own places: it has no `head_ids`")
-    pairs, num_heads = memory.key_values or (), memory.head_ids.shape[2]
+    head_ids: Any = memory.head_ids
+    pairs, num_heads = memory.key_values or (), head_ids.shape[2]
     # Those of padding slots stand behind all.
-    heads = memory.head_ids.long().where(memory.attention_mask[:, :, None].bool(), num_heads)
+    heads = head_ids.long().where(memory.attention_mask[:, :, None].bool(), num_heads)
     heads = heads.transpose(1, 2).flatten(1)
     counts = heads.new_zeros(len(heads), num_heads + 1).scatter_add_(1, heads, torch.ones_like(heads))[:, :num_heads]
     order = heads.argsort(dim=1, stable=True)
@@ -5050,7 +4896,6 @@ def _group(
     starts: list[list[int]],
     flat: list[Tensor],
 ) -> HeadGroup:
-    """Return the pairs of some `(row, head)` of a layer, whose first head is `first`."""
     device = flat[0].device
     widths = [counts[row][head] for row, head in group]
     rows = torch.tensor([row for row, _ in group], device=device)
@@ -5113,7 +4958,6 @@ def attend_by_heads(
 
 
 def _attention(module: nn.Module, name: str) -> Any:
-    """Return the attention function of the library that has this name."""
     if name == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS[name]
@@ -5129,8 +4973,6 @@ def _read_by_lengths(
     first_position: int,
     **kwargs: Any,
 ) -> Tensor:
-    """Read with FlashAttention over sequences of unlike lengths: each key/value head of a row is one, as of AdaKV and
-    KVzip."""
     num_queries, num_tokens = query.shape[2], key.shape[2]
     real = key.new_ones(len(key), num_tokens, dtype=torch.bool) if mask is None else mask[:, -num_tokens:].bool()
     if 1 < num_queries < num_tokens and not bool(real[:, num_queries:].any()):
@@ -5163,8 +5005,6 @@ def _sequences(
     asks: Tensor,
     real: Tensor,
 ) -> Tensor:
-    """Attend causally from the queries `asks` `(batch_size, num_queries)`, the last of `real` in their rows, to the
-    pairs of their heads and to the tokens `real` `(batch_size, num_tokens)` of the text."""
     batch_size, num_heads, num_tokens, _ = key.shape
     asks, real = (mask.repeat_interleave(num_heads, dim=0) for mask in (asks, real))
     starts_q, starts_k = (
@@ -5204,7 +5044,6 @@ def _sequences(
 
 
 def _dense_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
-    """Return flex attention's mask as `(batch_size or 1, 1, num_queries, num_tokens)` bool."""
     num_queries, num_tokens = query.shape[2], key.shape[2]
     if mask is None or isinstance(mask, Tensor):
         return query.new_ones(num_queries, num_tokens, dtype=torch.bool).tril(num_tokens - num_queries)[None, None]
@@ -5216,8 +5055,6 @@ def _dense_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
 def _with_pairs(
     mask: Tensor | None, group: HeadGroup, sees: Tensor | None, text: Tensor, is_added: bool
 ) -> Tensor | None:
-    """Put a group's pairs in front of a text's mask, `(num_heads, 1, num_queries, width + num_tokens)`; `None`: all
-    are seen."""
     if mask is None and sees is None and group.is_real is None:
         return None
     num_heads, _, width, _ = group.keys.shape
@@ -5236,8 +5073,6 @@ def _with_pairs(
 
 
 def _with_cached_pairs(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Give [`attend_by_heads`] the pairs that lie beside the cache, and a recorder what an attention layer reads: a
-    forward pre-hook of the layer."""
     cache: Any = kwargs.get(CACHE)
     layer: int = attention.layer_idx  # type: ignore[assignment]
     if isinstance(cache, KeyValueRecorder):
@@ -5331,7 +5166,6 @@ class HeadwiseModel(CompressorModel):
 def _take_highest(
     scores: Tensor, repeats: Callable[[], Tensor], attention: nn.Module, args: tuple, output: tuple[Tensor, ...]
 ) -> None:
-    """Raise `scores` to the attention of the tokens that are read again: a forward hook of an attention layer."""
     weights = output[1][..., : scores.shape[2]] * repeats()[:, None, :, None]
     highest_of_heads = weights.amax(dim=2).unflatten(1, (scores.shape[1], -1)).amax(dim=2)
     torch.maximum(scores, highest_of_heads.float(), out=scores)

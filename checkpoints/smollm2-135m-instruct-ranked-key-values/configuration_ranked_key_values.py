@@ -11,6 +11,15 @@ from typing import Any, ClassVar
 from transformers import AutoConfig, CONFIG_MAPPING, PreTrainedConfig
 
 
+# configuration/layer_shape.py
+
+def key_value_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Return layers, key/value heads and head dimension of a language model."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
 # configuration/nearest_names.py
 
 # More than these are no help in a message.
@@ -119,9 +128,7 @@ def lora_settings(field: str, value: Any) -> dict[str, Any] | None:
     targets = lora["target_modules"]
     if targets != "all-linear":
         if isinstance(targets, str) or not targets:
-            raise ValueError(
-                f"`{field}['target_modules']` must be 'all-linear' or a list of module names, got {targets!r}"
-            )
+            raise ValueError(f"`{field}['target_modules']` must be 'all-linear' or a list of names, got {targets!r}")
         lora["target_modules"] = list(targets)
     return lora
 
@@ -135,8 +142,7 @@ def prompt_map(value: dict[str, str] | None) -> dict[str, str] | None:
         check_choice("task of `prompts`:", task, PROMPTED_TASKS)
         if prompt.count("{question}") != (task == "question_answering"):
             raise ValueError(
-                f"`prompts` must hold {{question}} once in 'question_answering' and nowhere else, got {task!r}: "
-                f"{prompt!r}"
+                f"`prompts` hold {{question}} once in 'question_answering' alone, got {task!r}: {prompt!r}"
             )
     return value
 
@@ -432,7 +438,6 @@ class CompressorConfig(PreTrainedConfig):
         return sum(times * (self.chunk_slots(length, ratio) + self.markers_per_chunk) for length, times in chunks)
 
     def _chunks(self, num_context_tokens: int, ratio: int) -> list[tuple[int, int]]:
-        """Lengths of a context's chunks, and how many there are of each."""
         size = self.chunk_size or max(1, num_context_tokens)
         full, rest = divmod(num_context_tokens, size)
         return [(length, times) for length, times in ((size, full), (rest, 1)) if length and times]

@@ -24,18 +24,16 @@ from .compressor_base import (
     HeadwisePairs,
     KeyValueRecorder,
     KeyValues,
-    PackedSequence,
     TokenRows,
     check_context_length,
     cut,
     inverse_frequencies,
     kept_pairs,
-    key_value_shape,
     moved_pairs,
     slot_counts,
     text_positions,
 )
-from .configuration_ranked_key_values import RankedKeyValuesConfig
+from .configuration_ranked_key_values import RankedKeyValuesConfig, key_value_shape
 
 
 # modeling/modeling_ranked_key_values.py
@@ -173,15 +171,9 @@ class RankedKeyValuesModel(HeadwiseModel):
         return offset if moved is None else offset - moved.sum(dim=1)
 
     def first_inputs(
-        self,
-        text: TokenRows,
-        position_ids: Tensor | None,
-        memory: CompressedContext | None,
-        offset: Tensor | None,
-        is_full: bool = False,
-        longest: int | None = None,
-    ) -> tuple[dict[str, Any], PackedSequence | None]:
-        inputs, sequence = super().first_inputs(text, position_ids, memory, offset, is_full, longest)
+        self, text: TokenRows, position_ids: Tensor | None, memory: CompressedContext | None, *args: Any
+    ) -> tuple[dict[str, Any], Any]:
+        inputs, sequence = super().first_inputs(text, position_ids, memory, *args)
         moved = None if memory is None else self._moves_first(text.input_ids, text.attention_mask)
         if moved is not None:
             # The text's own opening ends where the one that the context was read behind does.

@@ -214,18 +214,14 @@ class CheckpointedModel(PreTrainedModel):
         include_base: bool | None = None,
         **commit: Any,
     ) -> str:
-        """Upload what `save_pretrained` writes; a card that the repository already has is left as it is.
+        """Upload what `save_pretrained` writes, and return the commit's address; the repository's own card stays.
 
         Args:
-            repo_id: Repository on the Hub; it is made if it does not exist.
+            repo_id, revision: Repository on the Hub and branch; they are made if they do not exist.
             token: Access token; the stored one if not given.
             private: Whether a new repository is private.
-            revision: Branch; it is made if it does not exist.
             max_shard_size, save_dtype, include_base: As in `save_pretrained`.
             commit: `commit_message`, `commit_description` and `create_pr` of `huggingface_hub.HfApi.upload_folder`.
-
-        Returns:
-            Address of the commit.
         """
         from huggingface_hub import HfApi
 
@@ -254,8 +250,7 @@ class CheckpointedModel(PreTrainedModel):
         For a model that was loaded from a whole checkpoint; others know it.
 
         Args:
-            base: Hub repository or folder of the base.
-            encoder: That of the model that the encoder started from, if it is another one.
+            base, encoder: Hub repository or folder of the base, and of another model that the encoder started from.
             hub_id: Repository of the base, where `base` is a folder with a copy of it.
             loading: `revision`, `token`, `cache_dir` or `local_files_only`.
 

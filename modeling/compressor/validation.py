@@ -143,7 +143,9 @@ def check_ratios(ratios: Sequence[Any], trained: Sequence[int], input_ids: Tenso
         ratio = trained[0] if ratio is None else ratio
         if isinstance(ratio, Tensor) and ratio.dim():
             if tuple(ratio.shape) != (len(input_ids),):
-                raise ValueError(f"`ratio` must be an int or {len(input_ids)} of them, got shape {tuple(ratio.shape)}")
+                raise ValueError(
+                    f"`ratio` must be an int or have {len(input_ids)} rows, got shape {tuple(ratio.shape)}"
+                )
             ratio = ratio.to(device=input_ids.device, dtype=torch.long)
             values = set(ratio.tolist())
         else:

@@ -73,7 +73,7 @@ PAIR = (torch.ones(3, 2, 5, 8), torch.ones(3, 2, 4, 8))
         ("embeddings", {"embeddings": torch.ones(3, 5)}, r"embeddings must have 3 dimensions, got shape \(3, 5\)"),
         ("embeddings", {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]] * 3)}, "real slots of each row first"),
         ("embeddings", {"position_ids": -torch.ones(3, 5).long()}, "position_ids must be zero or more"),
-        ("embeddings", {"position_layout": "linear"}, "default, uniform, enhanced, got 'linear'"),
+        ("embeddings", {"position_layout": "linear"}, r"'uniform', 'enhanced'\], got 'linear'"),
         ("key_values", {"key_values": (PAIR,)}, "one shape and dtype"),
     ],
 )
