@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the code of README.md and docs/, and write its output and the tables of scores into the pages.
 
-    python tests/pages.py [--scores | --methods]
+    python tests/pages.py [--scores]
 
 A `text` block directly behind a `python` or `bash` block is the output of that block. Tables of scores stand between
 markers in README.md and benchmarks/smollm2/README.md and come from the result files in benchmarks/smollm2/. `--scores`
@@ -320,28 +320,10 @@ def with_scores(text: str) -> str:
     return _SCORES.sub(lambda match: f"{match[1]}{table(match[2], *match[3].split())}\n", text)
 
 
-def method_row(method: str, classes: Sequence[str]) -> str:
-    """Return the row of README's table for a method of the register that has none."""
-    heads = ", ".join(f"`{name}`" for name in classes[2:])
-    return f"| [{method.replace('_', ' ')}](docs/methods/{method}.md) | `{method}` | | {heads} |"
-
-
-def with_method_rows(text: str) -> str:
-    """README with a row for every method of the register."""
-    from context_compressors.configuration.methods import METHODS
-
-    table = re.search(r"## Methods\n\n(?:\|.*\n)+", text)[0]
-    rows = [method_row(name, classes) for name, classes in METHODS.items() if f"`{classes[2]}`" not in table]
-    return text.replace(table, "".join([table, *(f"{row}\n" for row in rows)]))
-
-
 def main() -> None:
     """Write what the checkpoints print and score into the pages."""
     for path in (README, SCORES / "README.md"):
         path.write_text(with_scores(path.read_text(encoding="utf-8")), encoding="utf-8")
-    if "--methods" in sys.argv:
-        README.write_text(with_method_rows(README.read_text(encoding="utf-8")), encoding="utf-8")
-        return
     if "--scores" in sys.argv:
         return
     for path in OF_THE_CHECKPOINT:

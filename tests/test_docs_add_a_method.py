@@ -161,5 +161,3 @@ def test_the_method_trains_answers_and_gets_its_card(copied: Path):
     assert "The state of each window's last token" in card
     assert "It was trained for three steps." in card
     assert (folder / "modeling_window_end.py").is_file()
-    row = pages.method_row("window_end", ("WindowEndConfig", "WindowEndModel", "WindowEndForCausalLM"))
-    assert row == "| window end | `window_end` | | `WindowEndForCausalLM` |"

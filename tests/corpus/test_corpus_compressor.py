@@ -56,12 +56,8 @@ def test_rows_of_very_unlike_lengths_are_not_padded_to_each_other():
 
 
 @pytest.mark.slow
-def test_each_row_holds_what_its_text_alone_is_compressed_to(folder, pipe):
-    for memory_dtype in ("int8", "float16"):
-        check_columns(folder, pipe, memory_dtype)
-
-
-def check_columns(folder, pipe, memory_dtype):
+@pytest.mark.parametrize("memory_dtype", ["int8", "float16"])
+def test_each_row_holds_what_its_text_alone_is_compressed_to(folder, pipe, memory_dtype):
     compressor = CorpusCompressor(folder, 2, batch_tokens=60, device="cpu", memory_dtype=memory_dtype)
     texts = [*TEXTS[:3], *BAD, *TEXTS[3:]]
     batch = {"id": list(range(10)), "text": texts, "metadata": [f'{{"n": {row}}}' for row in range(10)]}

@@ -26,12 +26,8 @@ def stored(memory, dtype):
     if dtype != "float16":
         return memory.quantize(dtype)
     real = memory.attention_mask.bool()
-    carrier = map_carrier(memory, lambda tensor: tensor.half().where(_at(real, tensor), 0))
-    return replace(memory, **carrier)
-
-
-def _at(mask, tensor):
-    return mask[:, None, :, None] if tensor.dim() == 4 else mask[:, :, None]
+    real = real[:, None, :, None] if memory.carrier == "key_values" else real[:, :, None]
+    return replace(memory, **map_carrier(memory, lambda tensor: tensor.half().where(real, 0)))
 
 
 def assert_equal(left, right):
@@ -41,12 +37,8 @@ def assert_equal(left, right):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2", "float16"])
-def test_memories_come_back_by_id_as_they_were_kept(dtype, tmp_path):
-    for carrier in ("embeddings", "key_values"):
-        check_memories_come_back(carrier, dtype, tmp_path / carrier)
-
-
-def check_memories_come_back(carrier, dtype, tmp_path):
+@pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
+def test_memories_come_back_by_id_as_they_were_kept(carrier, dtype, tmp_path):
     memory = make_memory((3, 40, 0, 5), carrier=carrier, layout="enhanced", ratio=torch.tensor([4, 4, 4, 2]))
     memory = replace(memory, position_ids=(memory.position_ids + 7) * memory.attention_mask)
     store = MemoryStore.create(tmp_path / "s.lance", memory, dtype)

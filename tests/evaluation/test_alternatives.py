@@ -121,29 +121,20 @@ def test_alternatives_have_the_positions_of_the_slots_and_the_reader_of_the_full
             own = {"memory_bytes": pytest.approx(kept / 3), "decoder_positions": positions}
             assert costs[f"{kind}={ratio}"].pop("cache_bytes") > kept / 3
             assert costs[f"{kind}={ratio}"] == own
-        shortened = [{**row, "context": row["context"][:n]} for row, n in zip(ROWS, slots, strict=True)]
-        expected = naive_answers(teacher, tokenizer, "full_context", shortened, 6)
-        assert [sample.answers[f"cut={ratio}"] for sample in report.answers] == expected
-        picked = [
-            {
-                **row,
-                "context": tokenizer.decode(
-                    bm25_context(tokenizer, encode(tokenizer, row["context"]), row["question"], n)
-                ),
-            }
-            for row, n in zip(ROWS, slots, strict=True)
-        ]
-        expected = naive_answers(teacher, tokenizer, "full_context", picked, 6)
-        assert [sample.answers[f"bm25={ratio}"] for sample in report.answers] == expected
-        surprising = []
+        kept = {kind: [] for kind in KINDS}
         for row, n in zip(ROWS, slots, strict=True):
             ids = encode(tokenizer, row["context"])
-            surprising.append({**row, "context": tokenizer.decode(naive_informative(model, tokenizer, ids, n))})
-        # A teacher reads what the compressor's own base picks.
-        expected = naive_answers(teacher, tokenizer, "full_context", surprising, 6)
-        assert [sample.answers[f"self_information={ratio}"] for sample in report.answers] == expected
+            kept["cut"].append(row["context"][:n])
+            kept["bm25"].append(tokenizer.decode(bm25_context(tokenizer, ids, row["question"], n)))
+            # A teacher reads what the compressor's own base picks.
+            kept["self_information"].append(tokenizer.decode(naive_informative(model, tokenizer, ids, n)))
+        for kind, contexts in kept.items():
+            shortened = [{**row, "context": context} for row, context in zip(ROWS, contexts, strict=True)]
+            expected = naive_answers(teacher, tokenizer, "full_context", shortened, 6)
+            assert [sample.answers[f"{kind}={ratio}"] for sample in report.answers] == expected
     # Without a teacher the compressor's own decoder reads.
     own = run(model, tokenizer, tasks=(QA,), alternatives=("cut",))
+    shortened = [{**row, "context": context} for row, context in zip(ROWS, kept["cut"], strict=True)]
     expected = naive_answers(model, tokenizer, "full_context", shortened, 6)
     assert [sample.answers["cut=4"] for sample in own.answers] == expected
 

@@ -8,11 +8,7 @@ import pytest
 import yaml
 from naive_twin import QA, make_tokenizer, run
 
-from context_compressors.evaluation.metrics import (
-    BenchmarkMetric,
-    benchmark_max_new_tokens,
-    benchmark_metric,
-)
+from context_compressors.evaluation.metrics import BenchmarkMetric, benchmark_max_new_tokens, benchmark_metric
 from context_compressors.evaluation.rows import BENCHMARK_SCORE
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
 from context_compressors.evaluation.settings import EvaluationSettings

@@ -65,6 +65,7 @@ def harsh_kernels(monkeypatch):
 
 
 def _random_rows(lengths: list[int], seed: int = 0) -> list[torch.Tensor]:
+    """Rows of ordinary token ids."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(5, VOCAB_SIZE, (length,), generator=generator) for length in lengths]
 
@@ -89,6 +90,7 @@ def _pad_rows(rows: list[torch.Tensor], side: str = "right", value: int = PAD) -
 
 
 def _slots(memory: Any) -> torch.Tensor:
+    """What a memory carries, (batch_size, num_slots, width); of key/values those of all layers."""
     if memory.key_values is None:
         return memory.embeddings
     return torch.cat([part.transpose(1, 2).flatten(2) for pair in memory.key_values for part in pair], dim=2)
@@ -104,6 +106,11 @@ def method_cases():
 for _case in METHOD_CASES:
     globals()[_case.method.name] = pytest.fixture(lambda case=_case: case, scope="session", name=_case.method.name)
 
+# Functions that tests ask for by name.
+FUNCTIONS = {"slots": _slots, "random_rows": _random_rows, "pad_rows": _pad_rows, "tiny_base_config": base_config}
+for _name, _function in FUNCTIONS.items():
+    globals()[_name] = pytest.fixture(lambda function=_function: function, scope="session", name=_name)
+
 
 @pytest.fixture(scope="session")
 def case_on(method_cases):
@@ -116,34 +123,10 @@ def case_on(method_cases):
     return make
 
 
-@pytest.fixture(scope="session")
-def slots():
-    """`slots(memory)`: what a memory carries, (batch_size, num_slots, width); of key/values those of all layers."""
-    return _slots
-
-
-@pytest.fixture(scope="session")
-def random_rows():
-    """`random_rows(lengths, seed)`: rows of ordinary token ids."""
-    return _random_rows
-
-
-@pytest.fixture(scope="session")
-def pad_rows():
-    """`pad_rows(rows, side, value)`: their ids and mask, padded on a side."""
-    return _pad_rows
-
-
 @pytest.fixture
 def inputs():
     """A question and a context of one row."""
     return {"input_ids": torch.tensor([[1, 9, 40, 7]]), "context_input_ids": torch.arange(5, 18)[None]}
-
-
-@pytest.fixture(scope="session")
-def tiny_base_config():
-    """`tiny_base_config(architecture, **fields)`: configuration of a tiny language model."""
-    return base_config
 
 
 @pytest.fixture(name="tiny_tokenizer")

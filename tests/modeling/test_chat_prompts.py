@@ -65,19 +65,14 @@ def memory_of_words(model, rows):
     )
 
 
-def plain_logits(model, ids):
-    with torch.no_grad():
-        states = model.model.language_model(torch.tensor([ids])).last_hidden_state
-        return model.lm_head(states)[0]
-
-
 @pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=["one_turn", "two_turns", "system"])
 def test_with_the_documents_words_as_slots_all_logits_are_the_plain_models(method_cases, tokenizer, messages, layout):
     model = chat_model(method_cases, tokenizer, position_layout=layout, chunk_size=64)
     ids, words = message_ids(model.config, tokenizer, messages), encode(tokenizer, DOCUMENT)
-    wanted = plain_logits(model, templated(tokenizer, messages))
     with torch.no_grad():
+        states = model.model.language_model(torch.tensor([templated(tokenizer, messages)])).last_hidden_state
+        wanted = model.lm_head(states)[0]
         found = model(torch.tensor([ids]), memory=memory_of_words(model, [words])).logits[0]
     head = templated(tokenizer, messages, "\x00").index(tokenizer.unk_token_id)
     # The state of the last token in front of the slots is that of the last slot.

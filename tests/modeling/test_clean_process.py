@@ -75,41 +75,23 @@ for source, target, inputs_file, outputs_file, attention in json.load(open(sys.a
 """
 
 
-@pytest.fixture
-def run_clean(clean_environment, tmp_path):
-    """`run_clean(jobs, inputs, cache)`: outputs of each `(source, target, attention)`, with a cache of the Hub."""
-    clean_python = clean_environment(tmp_path / "environment")("python")
-
-    def run(jobs, inputs, cache):
-        elsewhere = tmp_path / "elsewhere"
-        elsewhere.mkdir()
-        save_file(inputs, elsewhere / "inputs.safetensors")
-        results = [elsewhere / f"outputs-{i}.safetensors" for i in range(len(jobs))]
-        lines = [
-            [str(source), str(target), str(elsewhere / "inputs.safetensors"), str(result), attention]
-            for (source, target, attention), result in zip(jobs, results, strict=True)
-        ]
-        (elsewhere / "jobs.json").write_text(json.dumps(lines))
-        environment = {
-            "HF_HOME": str(elsewhere / "empty"),
-            "HF_HUB_OFFLINE": "1",
-            "HF_HUB_CACHE": str(cache),
-            "PATH": os.environ.get("PATH", ""),
-            # Another number of threads adds in another order, and logits of 4 then differ in their sixth digit.
-            "OMP_NUM_THREADS": str(torch.get_num_threads()),
-        }
-        done = subprocess.run(
-            [clean_python, "-I", "-c", SCRIPT, elsewhere / "jobs.json"],
-            cwd=elsewhere,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stderr
-        return [load_file(result) for result in results]
-
-    return run
+def run_clean(python, folder, jobs, inputs, cache):
+    """Outputs of each `(source, target, attention)` in a process without this package, with a cache of the Hub."""
+    folder.mkdir()
+    save_file(inputs, folder / "inputs.safetensors")
+    results = [folder / f"outputs-{number}.safetensors" for number in range(len(jobs))]
+    lines = [
+        [str(source), str(target), str(folder / "inputs.safetensors"), str(result), attention]
+        for (source, target, attention), result in zip(jobs, results, strict=True)
+    ]
+    (folder / "jobs.json").write_text(json.dumps(lines))
+    environment = {"HF_HOME": str(folder / "empty"), "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)}
+    # Another number of threads adds in another order, and logits of 4 then differ in their sixth digit.
+    environment |= {"PATH": os.environ.get("PATH", ""), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [python, "-I", "-c", SCRIPT, folder / "jobs.json"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return [load_file(result) for result in results]
 
 
 @pytest.fixture
@@ -136,7 +118,7 @@ def files(folder):
 
 @pytest.mark.slow
 def test_folders_load_without_this_package_save_again_and_load_again(
-    method_cases, inputs, run_clean, tmp_path, local_hub, start_light
+    method_cases, inputs, clean_environment, tmp_path, local_hub, start_light
 ):
     """Of every method a checkpoint, and of one for each memory form a light, a merged one and one on another base."""
     models = {f"{name} whole": case.on(variant="enhanced").model for name, case in method_cases.items()}
@@ -151,7 +133,9 @@ def test_folders_load_without_this_package_save_again_and_load_again(
         model.save_pretrained(tmp_path / "first" / name)
     attention = {name: model.config._attn_implementation for name, model in models.items()}
     jobs = [(tmp_path / "first" / name, tmp_path / "second" / name, attention[name]) for name in models]
-    for name, found in zip(models, run_clean(jobs, inputs, local_hub.folder), strict=True):
+    python = clean_environment(tmp_path / "environment")("python")
+    outputs = run_clean(python, tmp_path / "elsewhere", jobs, inputs, local_hub.folder)
+    for name, found in zip(models, outputs, strict=True):
         assert_same_outputs(found, expected[name], name)
         # The same bytes, which a process of that kind has loaded just now; the package alone writes a card.
         first = files(tmp_path / "first" / name)

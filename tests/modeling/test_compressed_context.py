@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_memories import HIDDEN_SIZE, NUM_LAYERS, assert_same, make_memory, rotary, tensors_of
+from random_memories import HIDDEN_SIZE, assert_same, make_memory, rotary, tensors_of
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from context_compressors.modeling.memory.compressed_context import CompressedContext
-from context_compressors.modeling.parts.position_layout import encoder_position_ids
 
 
 @pytest.mark.parametrize(
@@ -99,70 +98,7 @@ def test_length_index_and_iteration_are_those_of_rows():
     assert memory.nbytes == (3 + 5) * HIDDEN_SIZE * 4
 
 
-# --- several documents joined, as if one context had been read in chunks ---
-
-
-def rotated(keys, position_ids):
-    """Keys as a Llama rotates them at these positions."""
-    cosine, sine = rotary()(keys, position_ids)
-    return apply_rotary_pos_emb(keys, keys, cosine, sine)[1]
-
-
-def documents(carrier, layout, batches=((3, 0, 5), (2, 4, 1), (0, 1, 6))):
-    """Documents as an encoder would leave each alone, and the same keys before their rotation."""
-    memories, unrotated = [], []
-    for counts in batches:
-        memory = make_memory(counts, carrier=carrier, layout=layout)
-        for row, count in enumerate(counts):
-            memory.position_ids[row, :count] = encoder_position_ids(4 * count, count, layout)[1]
-        unrotated.append(memory)
-        if carrier == "key_values":
-            pairs = tuple((rotated(keys, memory.position_ids), values) for keys, values in memory.key_values)
-            memory = replace(memory, key_values=pairs)
-        elif layout != "enhanced":
-            memory = replace(memory, position_ids=(memory.attention_mask.cumsum(1) - 1) * memory.attention_mask)
-        memories.append(memory)
-    return memories, unrotated
-
-
-@pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
-@pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
-def test_joined_documents_equal_one_chunked_context(carrier, layout):
-    memories, unrotated = documents(carrier, layout)
-    joined = CompressedContext.concatenate(memories)
-    totals = [5, 5, 12]
-    assert joined.num_slots.tolist() == totals
-    assert joined.num_context_tokens.tolist() == [4 * total for total in totals]
-    assert (joined.ratio, joined.model_id, joined.position_layout) == (4, "me/compressor", layout)
-    for row, total in enumerate(totals):
-        assert joined.attention_mask[row].tolist() == [1] * total + [0] * (12 - total)
-        encoded, start = [], 0
-        for memory in memories:
-            count = int(memory.num_slots[row])
-            encoded.append(encoder_position_ids(4 * count, count, layout, start)[1])
-            start += 4 * count
-        encoded = torch.cat(encoded)
-        is_running = carrier == "embeddings" and layout != "enhanced"
-        expected_ids = torch.arange(total) if is_running else encoded
-        assert torch.equal(joined.position_ids[row, :total], expected_ids)
-
-        def real_slots(parts, slot_dim, row=row):
-            counts = [int(memory.num_slots[row]) for memory in memories]
-            return torch.cat(
-                [part[row].narrow(slot_dim, 0, n) for part, n in zip(parts, counts, strict=True)], slot_dim
-            )
-
-        if carrier == "embeddings":
-            assert torch.equal(joined.embeddings[row, :total], real_slots([m.embeddings for m in memories], 0))
-            assert (joined.embeddings[row, total:] == 0).all()
-            continue
-        for layer in range(NUM_LAYERS):
-            keys, values = (real_slots([m.key_values[layer][part] for m in unrotated], 1) for part in (0, 1))
-            assert all((tensor[row, :, total:] == 0).all() for tensor in joined.key_values[layer])
-            found_keys, found_values = (tensor[row, :, :total] for tensor in joined.key_values[layer])
-            from_scratch = rotated(keys[None], encoded[None])[0]
-            torch.testing.assert_close(found_keys, from_scratch, rtol=0, atol=1e-5)
-            assert torch.equal(found_values, values)
+# --- several documents joined; test_positions_and_chunks.py reads them as one context ---
 
 
 def test_keys_far_along_are_rotated_as_if_from_scratch():
@@ -176,7 +112,7 @@ def test_keys_far_along_are_rotated_as_if_from_scratch():
 
 
 def test_gradients_flow_through_joined_keys():
-    memories, _ = documents("key_values", "enhanced")
+    memories = [make_memory(counts, "key_values", layout="enhanced") for counts in ((3, 0, 5), (2, 4, 1), (0, 1, 6))]
     keys = memories[1].key_values[0][0].requires_grad_()
     CompressedContext.concatenate(memories).key_values[0][0].square().sum().backward()
     # A rotation keeps lengths, so the gradient of the squared length is that of the keys themselves.

@@ -160,36 +160,24 @@ def test_at_ratio_1_the_memory_is_the_whole_context():
 # --- the shared tests ---
 
 
-SHARED = {
-    "places": [
-        test_padding.test_slots_and_logits_do_not_depend_on_the_batch_or_its_padding,
-        test_padding.test_generated_ids_do_not_depend_on_the_batch_or_its_padding,
-        test_padding.test_an_empty_context_has_no_slots_and_still_generates,
-        test_padding.test_what_stands_at_a_pad_does_not_matter,
-        test_positions_and_chunks.test_many_ratios_cost_one_pass_and_equal_separate_calls,
-        test_positions_and_chunks.test_a_ratio_for_each_row_equals_separate_calls,
-        test_positions_and_chunks.test_callers_positions_count_within_the_text,
-        test_positions_and_chunks.test_states_and_logits_are_aligned_with_the_text,
-    ],
-    "generation": [
-        test_generation.test_every_way_to_generate_greedily_gives_the_same_ids,
-        test_generation.test_step_by_step_with_a_cache_equals_one_pass,
-    ],
-    "saving": [
-        test_saving.test_a_loaded_model_is_the_saved_one,
-        test_saving.test_a_models_name_tells_every_setting_that_changes_slots_or_reading,
-    ],
-}
+# Those that follow no gradient; others have these methods among their cases.
+SHARED = (
+    test_padding.test_slots_and_logits_do_not_depend_on_the_batch_or_its_padding,
+    test_padding.test_what_stands_at_a_pad_does_not_matter,
+    test_positions_and_chunks.test_many_ratios_cost_one_pass_and_equal_separate_calls,
+    test_positions_and_chunks.test_callers_positions_count_within_the_text,
+    test_generation.test_every_way_to_generate_greedily_gives_the_same_ids,
+    test_saving.test_a_models_name_tells_every_setting_that_changes_slots_or_reading,
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", SHARED)
-def test_the_shared_tests_hold(group, request, monkeypatch):
-    for check in SHARED[group]:
-        for case in TRAINING_FREE_CASES:
-            names = inspect.signature(check).parameters
-            check(**{name: case if name.endswith("case") else request.getfixturevalue(name) for name in names})
-            monkeypatch.undo()
+@pytest.mark.parametrize("check", SHARED, ids=lambda check: check.__name__)
+def test_the_shared_tests_hold(check, request, monkeypatch):
+    for case in TRAINING_FREE_CASES:
+        names = inspect.signature(check).parameters
+        check(**{name: case if name.endswith("case") else request.getfixturevalue(name) for name in names})
+        monkeypatch.undo()
 
 
 # --- checkpoints without weights ---

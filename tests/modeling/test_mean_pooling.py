@@ -82,7 +82,10 @@ def padding_mask(padding, lengths, width):
     return (index >= width - lengths if padding == "left" else index < lengths).long()
 
 
-def assert_like_the_loop(hidden_states, attention_mask, ratio):
+@paddings
+@pytest.mark.parametrize("ratio", [1, 3, 9, torch.arange(41) % 9 + 1], ids=["1", "3", "9", "by_row"])
+def test_equals_the_naive_loop_for_all_lengths(ratio, padding):
+    attention_mask, hidden_states = padding_mask(padding, range(41), 40), torch.randn(41, 40, 3, dtype=torch.float64)
     expected_states = hidden_states.clone().requires_grad_()
     expected_slots, expected_mask = naive_mean_pool(expected_states, attention_mask, ratio)
     states = hidden_states.clone().requires_grad_()
@@ -93,13 +96,6 @@ def assert_like_the_loop(hidden_states, attention_mask, ratio):
     expected_gradient = torch.autograd.grad((expected_slots * weights).sum(), expected_states)[0]
     gradient = torch.autograd.grad((slots * weights).sum(), states)[0]
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
-
-
-@paddings
-@pytest.mark.parametrize("ratio", [1, 3, 9, torch.arange(41) % 9 + 1], ids=["1", "3", "9", "by_row"])
-def test_equals_the_naive_loop_for_all_lengths(ratio, padding):
-    attention_mask = padding_mask(padding, range(41), 40)
-    assert_like_the_loop(torch.randn(41, 40, 3, dtype=torch.float64), attention_mask, ratio)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

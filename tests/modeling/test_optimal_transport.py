@@ -172,14 +172,6 @@ for num_windows, num_senders, num_receivers, epsilon, num_iterations in CASES:
 """
 
 
-@needs_triton
-@pytest.mark.slow
-def test_the_kernels_equal_the_tensor_functions():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", KERNEL_CHECK], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 COMPILATION = """
 import itertools
 from triton.backends.compiler import GPUTarget
@@ -204,10 +196,11 @@ for kernel, shape in itertools.product((kernels._solve_kernel, kernels._gradient
 
 @needs_triton
 @pytest.mark.slow
-def test_the_kernels_compile_for_a_gpu(tmp_path: Path):
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", COMPILATION], env=environment, capture_output=True, text=True)
+@pytest.mark.parametrize(("code", "interpreted"), [(KERNEL_CHECK, "1"), (COMPILATION, "0")], ids=["run", "compile"])
+def test_the_kernels_equal_the_tensor_functions_and_compile_for_a_gpu(code: str, interpreted: str, tmp_path: Path):
+    environment = {**os.environ, "TRITON_INTERPRET": interpreted, "OMP_NUM_THREADS": "1"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -9,11 +9,7 @@ import torch
 from decal_models import build as build_decal
 from transformers import GenerationConfig, pipeline
 
-from context_compressors import (
-    CompressedContext,
-    ContextCompressionQAPipeline,
-    add_task_tokens,
-)
+from context_compressors import CompressedContext, ContextCompressionQAPipeline, add_task_tokens
 from context_compressors.modeling.compressor import context_compression_qa
 from context_compressors.modeling.parts.prompting import question_ids
 

@@ -8,7 +8,7 @@ from context_compressors import ContextCompressionQAPipeline
 from context_compressors.modeling.compressor.read_slots import ReadSlots
 
 TEXTS = [[1, 9, 40, 7, 11], [1, 9, 40, 12, 13, 14, 7], [1, 9, 40, 3]]
-in_embeddings = pytest.mark.only(lambda case: case.build().config.carrier == "embeddings")
+in_embeddings = pytest.mark.only(lambda case: case.method.config_class.carrier == "embeddings")
 
 
 def logits_of(model, memory, texts, pad_rows, side="right"):

@@ -17,11 +17,6 @@ GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['role'] + ':' + m['content'] + '\n' }}{% endfor %}assistant:"
 
 
-def with_task_tokens(tokenizer, config):
-    add_task_tokens(tokenizer, tuple(config.task_token_ids))
-    return tokenizer
-
-
 def new_tokens(model, memory, ids):
     text = torch.tensor([ids])
     return model.generate(text, memory=memory, **GREEDY)[0, len(ids) :]
@@ -31,20 +26,15 @@ def served_tokens(language_model, embeds):
     return language_model.generate(inputs_embeds=embeds[None], attention_mask=torch.ones(1, len(embeds)), **GREEDY)[0]
 
 
-def reason_not_to_serve(case):
-    """Return the text of a case's refusal, or `None` where it can be served."""
-    if case.method.config_class.carrier == "key_values":
-        return "keys and values of every layer"
-    if case.fields.get("position_layout") == "enhanced":
-        return "only contiguous positions can be served"
-    return None
-
-
 def test_the_plain_decoder_writes_what_the_compressor_writes(place_case, tiny_tokenizer):
     model = place_case.model
-    tokenizer = with_task_tokens(tiny_tokenizer, model.config)
+    tokenizer, reason = tiny_tokenizer, None
+    add_task_tokens(tokenizer, tuple(model.config.task_token_ids))
     memory = model.compress(torch.arange(5, 27)[None])
-    reason = reason_not_to_serve(place_case)
+    if memory.carrier == "key_values":
+        reason = "keys and values of every layer"
+    elif place_case.fields.get("position_layout") == "enhanced":
+        reason = "only contiguous positions can be served"
     if reason is not None:
         for arguments in ((tokenizer, QUESTION, model), ()):
             with pytest.raises(ValueError, match=reason):

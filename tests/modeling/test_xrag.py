@@ -5,12 +5,7 @@ import pytest
 import torch
 from tiny_bases import base_config, ids_of
 from torch.nn import functional
-from transformers import (
-    AutoModel,
-    BertConfig,
-    BertTokenizer,
-    LlamaForCausalLM,
-)
+from transformers import AutoModel, BertConfig, BertTokenizer, LlamaForCausalLM
 
 from context_compressors import XRAGConfig, XRAGForCausalLM
 

@@ -157,10 +157,7 @@ METHODS = [
     Method(
         name="voco",
         easy={"compression_ratios": (2, 3, 8), "encoder_lora": SMALL_LORA},
-        hard={
-            "enhanced": {"chunk_size": 6, "position_layout": "enhanced"},
-            "no_adapter": {"encoder_lora": None},
-        },
+        hard={"enhanced": {"chunk_size": 6, "position_layout": "enhanced"}, "no_adapter": {"encoder_lora": None}},
         bidirectional=False,
         memory_tokens=True,
         sliding_window=128,
@@ -168,11 +165,7 @@ METHODS = [
     Method(
         name="ranked_key_values",
         easy={"compression_ratios": (2, 3, 8), "encoder_lora": SMALL_LORA},
-        hard={
-            "chunks": {"chunk_size": 5},
-            "pieces": {"repeat_size": 16},
-            "no_adapter": {"encoder_lora": None},
-        },
+        hard={"chunks": {"chunk_size": 5}, "pieces": {"repeat_size": 16}, "no_adapter": {"encoder_lora": None}},
         bidirectional=False,
         sliding_window=128,
         ranks=True,
@@ -229,12 +222,7 @@ METHODS = [
     ),
     Method(
         name="tcp_autoencoder",
-        easy={
-            "compression_ratios": (2, 3, 8),
-            "encoder_layers": 1,
-            "encoder_lora": SMALL_LORA,
-            "appended_tokens": 16,
-        },
+        easy={"compression_ratios": (2, 3, 8), "encoder_layers": 1, "encoder_lora": SMALL_LORA, "appended_tokens": 16},
         hard={
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
             "keft": {"training_stage": "keft"},
@@ -275,7 +263,7 @@ METHODS = [
     ),
 ]
 
-# Nothing of these trains: test_key_value_selection.py puts them through the shared tests that follow no gradient.
+# Nothing of these trains: they are in the shared tests that follow no gradient, see test_key_value_selection.py.
 TRAINING_FREE = [
     Method(
         name="streaming_llm",
@@ -432,8 +420,9 @@ CASES = {
         case
         for case in VARIANT_CASES
         if case.changes(PLACE_FIELDS) and (case.method.name in ON_EVERY_BASE or "enhanced" in case.variant)
-    ],
-    "weights_case": WEIGHTS_CASES,
+    ]
+    + TRAINING_FREE_CASES,
+    "weights_case": WEIGHTS_CASES + TRAINING_FREE_CASES,
     "adapter_case": [c for c in WEIGHTS_CASES if c.variant == "easy" or c.method.name in ADAPTED_ALL_WAYS],
     "case": BACKBONE_CASES + VARIANT_CASES,
 }

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import torch
 
-from context_compressors.training.losses import (
-    distillation_loss,
-    negative_log_likelihood,
-)
+from context_compressors.training.losses import distillation_loss, negative_log_likelihood
 
 
 def test_no_more_than_one_chunk_of_logits_at_a_time():

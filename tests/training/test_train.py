@@ -15,6 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from small_recipes import write_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from context_compressors.data.document_ids import document_id
 from context_compressors.data.rows import PassageText
@@ -22,6 +23,21 @@ from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCau
 from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.run_record import latest_checkpoint
 from context_compressors.training.train import build_trainer, main
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["compression", "teacher"])
+def test_a_gguf_file_is_trained_like_any_other_base(tiny_gguf_folder, tmp_path, objective):
+    fields = {"compression": {"method_config": {"compression_ratios": [2]}}, "teacher": {}}[objective]
+    recipe = write_recipe(
+        tmp_path, objective=objective, base=str(tiny_gguf_folder), base_gguf_file="tiny.gguf", **fields
+    )
+    main([recipe])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert isinstance(model, MeanPoolingForCausalLM) == (objective == "compression")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.tokenize("123") == ["1", "2", "3"]
+    assert str(tiny_gguf_folder) not in (tmp_path / "out" / "config.json").read_text()
 
 
 @pytest.mark.slow

@@ -59,8 +59,7 @@ def test_loss_is_the_sum_of_every_ratios_own_cross_entropy(make_trainer, dataset
     labels = batch["labels"][:, 1:].flatten()
     plain = 0.0
     for ratio in (2, 4):
-        context = {"context_input_ids": batch["context_input_ids"], "ratio": ratio}
-        context["context_attention_mask"] = batch["context_attention_mask"]
+        context = {name: batch[name] for name in ("context_input_ids", "context_attention_mask")} | {"ratio": ratio}
         logits = model(**text_of(batch), **context).logits
         plain = plain + functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels)
     plain.backward()
