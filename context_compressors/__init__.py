@@ -23,9 +23,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name from its module at first use."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
-    globals()[name] = value
-    return value
+    globals()[name] = vars(importlib.import_module(_MODULE_OF[name], __name__))[name]
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -20,17 +20,12 @@ TASKS = ("question_answering", "summarization", "continuation", "reconstruction"
 DEFAULT_PROMPTS = "default"
 
 
-def packaged_prompts() -> dict[str, Path]:
-    """Return name -> packaged file: "default" is `prompts.yaml`, every other name N is `prompts_N.yaml`."""
-    folder = Path(__file__).parent
-    others = {path.stem.removeprefix("prompts_"): path for path in sorted(folder.glob("prompts_*.yaml"))}
-    return {DEFAULT_PROMPTS: folder / "prompts.yaml", **others}
-
-
 @cache
 def load_prompts(path: str | None = None) -> Mapping[str, tuple[str, ...]]:
     """Read the templates of every task, the canonical one first, from a YAML file or a packaged one, by name."""
-    packaged = packaged_prompts()
+    # "default" is `prompts.yaml`, every other name N is `prompts_N.yaml`.
+    files = sorted(Path(__file__).parent.glob("prompts*.yaml"))
+    packaged = {file.stem.removeprefix("prompts").lstrip("_") or DEFAULT_PROMPTS: file for file in files}
     file = packaged.get(path or DEFAULT_PROMPTS, Path(path or ""))
     if not file.is_file():
         raise ValueError(f"there are no prompts {path!r}: give a YAML file or a name{nearest(path or '', packaged)}")

@@ -123,13 +123,11 @@ def _asked_rows(
 
 
 def _row_by_row(table: pyarrow.Table, source: DataSource) -> Iterator[dict[str, Any]]:
-    name, number = data_set_name(source), 0
-    for batch in table.to_batches(max_chunksize=1024):
-        for row in batch.to_pylist():
-            own = row.pop("id", None)
-            named = {"id": str(number if own is None else own), "source": name}
-            yield {**named, **row, "context": as_text(row["context"])}
-            number += 1
+    name, batches = data_set_name(source), table.to_batches(max_chunksize=1024)
+    for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+        own = row.pop("id", None)
+        named = {"id": str(number if own is None else own), "source": name}
+        yield {**named, **row, "context": as_text(row["context"])}
 
 
 def _written(

@@ -57,8 +57,7 @@ def upload(arguments: argparse.Namespace) -> None:
     """Run `context-compressors publish upload`."""
     from huggingface_hub.utils import validate_repo_id
 
-    from ..hub_cards.public_files import tree
-    from ..hub_cards.repository import build_repository, push_repository
+    from ..hub_cards.repository import build_repository, push_repository, tree
 
     validate_repo_id(arguments.repository)
     with tempfile.TemporaryDirectory() as scratch:

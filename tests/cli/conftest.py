@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from context_compressors import MeanPoolingForCausalLM
-from context_compressors.hub_cards import public_files
+from context_compressors.hub_cards import repository
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,7 @@ def secrets_found():
 @pytest.fixture(autouse=True)
 def each_text_searched_once(secrets_found, monkeypatch):
     """Search each text for secrets once in a session: the code beside every checkpoint takes seconds."""
-    search = public_files._secrets
+    search = repository._secrets
 
     def search_once(texts):
         for path, text in texts.items():
@@ -28,7 +28,7 @@ def each_text_searched_once(secrets_found, monkeypatch):
                 secrets_found[path, text] = list(search({path: text}))
             yield from secrets_found[path, text]
 
-    monkeypatch.setattr(public_files, "_secrets", search_once)
+    monkeypatch.setattr(repository, "_secrets", search_once)
 
 
 @pytest.fixture

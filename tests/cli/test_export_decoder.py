@@ -15,7 +15,7 @@ from context_compressors import (
     add_task_tokens,
     cli,
 )
-from context_compressors.hub_cards.public_files import check_files
+from context_compressors.hub_cards.repository import check_files
 
 LORA = {"rank": 4, "alpha": 8.0}
 FILES = {

@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from context_compressors.hub_cards.public_files import check_files
-from context_compressors.hub_cards.repository import build_repository
+from context_compressors.hub_cards.repository import build_repository, check_files
 
 pytest.importorskip("detect_secrets")
 pytestmark = pytest.mark.usefixtures("no_connection")

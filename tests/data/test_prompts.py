@@ -3,11 +3,10 @@ import random
 
 import pytest
 
-from context_compressors.data.prompts import TASKS, format_prompt, load_prompts, packaged_prompts
+from context_compressors.data.prompts import TASKS, format_prompt, load_prompts
 
 
 def test_packaged_prompts_are_found_by_name():
-    assert set(packaged_prompts()) == {"chat", "comprexit", "default", "embedded", "gmsa", "memory_tokens"}
     assert format_prompt("reconstruction", path="gmsa") == "Restate the aforementioned Text."
     assert load_prompts("default") == load_prompts()
     assert format_prompt("question_answering", "Who?", path="memory_tokens") == "\n### Question:\nWho?\n### Answer:\n"

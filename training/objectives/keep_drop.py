@@ -92,11 +92,10 @@ def pruned_tokenizer(
         added["id"] = kept.index(added["content"])
     for entry in (fields["post_processor"] or {}).get("special_tokens", {}).values():
         entry["ids"] = [kept.index(token) for token in entry["tokens"]]
-    names = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
     small = type(tokenizer)(
         tokenizer_object=Tokenizer.from_str(json.dumps(fields)),
         model_max_length=tokenizer.model_max_length,
-        **{name: getattr(tokenizer, name) for name in names},
+        **tokenizer.special_tokens_map,
     )
     return small, [vocabulary[token] for token in kept]
 

@@ -15,7 +15,8 @@ from ..base_trainer import BaseTrainer, without_metadata
 from ..loading import load_tokenizer, pretrained_language_model
 from .compression import trainer_arguments
 
-_LORA = {"rank": 16, "alpha": 16, "dropout": 0.0, "target_modules": "all-linear"}
+# A field of `teacher_lora` -> PEFT's name.
+_LORA_FIELDS = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}
 
 
 class TeacherTrainer(BaseTrainer, SFTTrainer):
@@ -51,14 +52,9 @@ def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingCo
         model = pretrained_language_model(model_args)
         if model_args.teacher_lora is not None:
             for name in model_args.teacher_lora:
-                check_choice("field of teacher_lora", name, _LORA)
-            lora: dict[str, Any] = {**_LORA, **model_args.teacher_lora}
-            peft_config = LoraConfig(
-                r=lora["rank"],
-                lora_alpha=lora["alpha"],
-                lora_dropout=lora["dropout"],
-                target_modules=lora["target_modules"],
-                task_type="CAUSAL_LM",
-            )
+                check_choice("field of teacher_lora", name, _LORA_FIELDS)
+            lora = {"rank": 16, "alpha": 16, "dropout": 0.0, "target_modules": "all-linear", **model_args.teacher_lora}
+            fields: dict[str, Any] = {_LORA_FIELDS[name]: value for name, value in lora.items()}
+            peft_config = LoraConfig(task_type="CAUSAL_LM", **fields)
     arguments = trainer_arguments(model, tokenizer, data_args, args, "full_context")
     return TeacherTrainer(peft_config=peft_config, **arguments)
