@@ -54,27 +54,15 @@ class MemorySynthesizer(BaseSynthesizer):
         super().__init__(llm=MockLLM())
         self.memories, self.generation = memories, generation or {}
 
-    def synthesize(
-        self,
-        query: QueryType,
-        nodes: list[NodeWithScore],
-        additional_source_nodes: Sequence[NodeWithScore] | None = None,
-        **response_kwargs: Any,
-    ) -> RESPONSE_TYPE:
+    def synthesize(self, query: QueryType, nodes: list[NodeWithScore], *args: Any, **kwargs: Any) -> RESPONSE_TYPE:
         """Answer a question from nodes; see `BaseSynthesizer`."""
-        options = {"additional_source_nodes": additional_source_nodes, "memory_ids": _ids(nodes), **response_kwargs}
-        return super().synthesize(query, nodes, **options)
+        return super().synthesize(query, nodes, *args, memory_ids=_ids(nodes), **kwargs)
 
     async def asynthesize(
-        self,
-        query: QueryType,
-        nodes: list[NodeWithScore],
-        additional_source_nodes: Sequence[NodeWithScore] | None = None,
-        **response_kwargs: Any,
+        self, query: QueryType, nodes: list[NodeWithScore], *args: Any, **kwargs: Any
     ) -> RESPONSE_TYPE:
-        """The same without waiting for it."""
-        options = {"additional_source_nodes": additional_source_nodes, "memory_ids": _ids(nodes), **response_kwargs}
-        return await super().asynthesize(query, nodes, **options)
+        """Answer a question without waiting for it."""
+        return await super().asynthesize(query, nodes, *args, memory_ids=_ids(nodes), **kwargs)
 
     def get_response(
         self,
@@ -89,15 +77,9 @@ class MemorySynthesizer(BaseSynthesizer):
             ids = [id_ for id_ in self.memories.compress(text_chunks) if id_ is not None]
         return self.memories.answer(query_str, ids, **{**self.generation, **response_kwargs})
 
-    async def aget_response(
-        self,
-        query_str: str,
-        text_chunks: Sequence[str],
-        memory_ids: Sequence[str] | None = None,
-        **response_kwargs: Any,
-    ) -> RESPONSE_TEXT_TYPE:
-        """The same without waiting for it."""
-        return await asyncio.to_thread(self.get_response, query_str, text_chunks, memory_ids, **response_kwargs)
+    async def aget_response(self, *args: Any, **kwargs: Any) -> RESPONSE_TEXT_TYPE:
+        """Return the answer without waiting for it."""
+        return await asyncio.to_thread(self.get_response, *args, **kwargs)
 
     def _get_prompts(self) -> dict[str, Any]:
         return {}
