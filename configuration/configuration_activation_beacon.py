@@ -36,7 +36,7 @@ class ActivationBeaconConfig(CompressorConfig):
     carrier = "key_values"
     has_chunks = False
     # A context is read window by window, see `max_context_tokens`.
-    encoder_limit = None  # type: ignore[assignment]
+    encoder_limit = None
     # A text goes on where its windows end.
     opens_context = True
     card_fields = {

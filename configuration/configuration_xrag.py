@@ -40,7 +40,7 @@ class XRAGConfig(CompressorConfig):
 
     model_type = "xrag_compressor"
     # Each passage starts anew.
-    encoder_limit = None  # type: ignore[assignment]
+    encoder_limit = None
     card_fields = {
         **CompressorConfig.card_fields,
         "passage_readout": "Embedding of a passage",

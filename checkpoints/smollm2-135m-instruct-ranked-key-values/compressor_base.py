@@ -3636,6 +3636,7 @@ class ContextCompressionQAPipeline(Pipeline):
         plain = text_tokenizer(tokenizer, splits=has_own_tokens or tokenizer.split_special_tokens)
         self._question_tokenizer = plain
         self._document_tokenizer = plain if model.encoder_tokenizer is None else model.encoder_tokenizer
+        self._pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.read_slots = ReadSlots(model)
 
     def __call__(
@@ -3956,11 +3957,6 @@ class ContextCompressionQAPipeline(Pipeline):
         is_pad = new_tokens == self._pad_token_id
         means = scores.masked_fill(is_pad, 0).sum(dim=1) / (~is_pad).sum(dim=1).clamp(min=1)
         return list(zip(new_tokens, means.tolist(), strict=True))
-
-    @property
-    def _pad_token_id(self) -> int | None:
-        pad = self.tokenizer.pad_token_id
-        return self.tokenizer.eos_token_id if pad is None else pad
 
 
 def _check_documents(texts: Sequence[Any]) -> None:

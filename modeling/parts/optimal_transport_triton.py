@@ -22,7 +22,7 @@ _kernel: Any = (lambda function: function) if triton is None else triton.jit
 # Entries of a window, padded to powers of two, that the registers of a program hold several times.
 _MOST_ENTRIES = 8192
 # That of float32 in optimal_transport.py.
-_MOST_EXPONENT = None if triton is None else tl.constexpr(30.0)
+_MOST_EXPONENT: Any = None if triton is None else tl.constexpr(30.0)
 
 
 def fits(num_senders: int, num_receivers: int) -> bool:
