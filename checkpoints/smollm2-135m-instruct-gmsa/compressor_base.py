@@ -1999,7 +1999,8 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     for name, shape in shapes.items():
         tensor = vars(memory)[name]
         if not isinstance(tensor, Tensor) or tensor.dtype not in _ID_DTYPES:
-            raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
+            found = tensor.dtype if isinstance(tensor, Tensor) else repr(tensor)
+            raise TypeError(f"{name} must be an integer tensor, got {found}")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} to fit the {memory.carrier}, got {tuple(tensor.shape)}")
     if memory.position_layout not in POSITION_LAYOUTS:
@@ -3458,7 +3459,7 @@ class CompressorPreTrainedModel(CheckpointedModel):
 
     @peft_config.setter
     def peft_config(self, value: dict[str, Any]) -> None:
-        if any(isinstance(getattr(module, "base_layer", None), AdaptedByPass) for module in self.modules()):
+        if any(isinstance(m, AdaptedByPass) and path.endswith(".base_layer") for path, m in self.named_modules()):
             kinds = sorted({config.peft_type.value for config in value.values()})
             raise ValueError(f"{type(self).__name__} has LoRA of its own, and takes no other adapters, got {kinds}")
         self.__dict__["_peft_config"] = value

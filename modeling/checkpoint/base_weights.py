@@ -281,7 +281,7 @@ def share_weights(target: PreTrainedModel, source: nn.Module, copied: bool = Fal
         if layer and int(layer[1]) >= num_layers:
             continue
         # A LoRA layer keeps the map that it adapts in `base_layer`.
-        destination: Any = getattr(modules[path], "base_layer", modules[path])
+        destination: Any = modules.get(f"{path}.base_layer", modules[path])
         for name, parameter in module._parameters.items():
             wanted = destination._parameters.get(name)
             if parameter is not None and (wanted is None or wanted.shape != parameter.shape):

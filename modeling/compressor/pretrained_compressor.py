@@ -324,7 +324,7 @@ class CompressorPreTrainedModel(CheckpointedModel):
 
     @peft_config.setter
     def peft_config(self, value: dict[str, Any]) -> None:
-        if any(isinstance(getattr(module, "base_layer", None), AdaptedByPass) for module in self.modules()):
+        if any(isinstance(m, AdaptedByPass) and path.endswith(".base_layer") for path, m in self.named_modules()):
             kinds = sorted({config.peft_type.value for config in value.values()})
             raise ValueError(f"{type(self).__name__} has LoRA of its own, and takes no other adapters, got {kinds}")
         self.__dict__["_peft_config"] = value
@@ -408,7 +408,7 @@ def _name_parts(config: PreTrainedConfig | None, name: str | None) -> None:
     if config is not None:
         config.name_or_path = name
         for field in config.sub_configs:
-            _name_parts(getattr(config, field, None), name)
+            _name_parts(vars(config).get(field), name)
 
 
 def _check_fields(config_class: Any, fields: dict[str, Any]) -> None:

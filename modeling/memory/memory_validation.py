@@ -35,7 +35,8 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     for name, shape in shapes.items():
         tensor = vars(memory)[name]
         if not isinstance(tensor, Tensor) or tensor.dtype not in _ID_DTYPES:
-            raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
+            found = tensor.dtype if isinstance(tensor, Tensor) else repr(tensor)
+            raise TypeError(f"{name} must be an integer tensor, got {found}")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} to fit the {memory.carrier}, got {tuple(tensor.shape)}")
     if memory.position_layout not in POSITION_LAYOUTS:
