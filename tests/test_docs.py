@@ -147,13 +147,6 @@ def test_the_readme_has_at_most_200_lines():
     assert len(README.splitlines()) <= 200
 
 
-def test_the_first_code_asks_the_checkpoint_and_shows_what_it_prints():
-    first, output, *_ = [block for block in pages.blocks_of(README) if block.language in ("python", "text")]
-    assert "pipeline(" in first.content
-    assert f"checkpoints/{pages.CHECKPOINTS[0]}" in first.content
-    assert output.is_output
-
-
 @pytest.mark.slow
 def test_the_readmes_code_prints_what_it_says(smollm2_base: Path, tmp_path: Path):
     outputs = pages.run_on_the_checkpoint(pages.README, tmp_path)
