@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
 from .. import __version__
 from .command import BASE_MODEL, DTYPE, argument, command
 
+_RECORDS = ("training_documents.json", "training_summary.json", "recipe.yaml")
 # Ranks that vLLM reserves memory for.
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -92,6 +94,7 @@ context-compressors publish export-decoder my-compressor my-adapter --as lora
 )
 def export_decoder(arguments: argparse.Namespace) -> None:
     """Run `context-compressors publish export-decoder`."""
+    from ..data.document_ids import record_file
     from ..modeling.checkpoint.pretrained_bases import tokenizer_from_place
     from ..modeling.compressor.serving import export_decoder, is_untouched_base
     from .loading import load_compressor
@@ -100,6 +103,10 @@ def export_decoder(arguments: argparse.Namespace) -> None:
     model, _ = load_compressor(name, device="cpu", dtype=arguments.dtype, base_model=arguments.base_model)
     # Not that of `load_compressor`, which splits special tokens: a server fills the chat template with them.
     export_decoder(model, tokenizer_from_place(name), output, arguments.form)
+    # A training that starts from the decoder counts the documents of this one.
+    for file in (record_file(name, record, on_hub=True) for record in _RECORDS):
+        if file is not None:
+            shutil.copyfile(file, Path(output, file.name))
     base = model.config.base_model_name_or_path
     if arguments.form == "lora":
         adapter = json.loads((Path(output) / "adapter_config.json").read_text(encoding="utf-8"))

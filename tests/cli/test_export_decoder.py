@@ -15,6 +15,7 @@ from context_compressors import (
     add_task_tokens,
     cli,
 )
+from context_compressors.data.document_ids import TrainingDocuments
 from context_compressors.hub_cards.repository import check_files
 
 LORA = {"rank": 4, "alpha": 8.0}
@@ -25,8 +26,9 @@ FILES = {
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
+        "training_documents.json",
     ],
-    "lora": ["adapter_config.json", "adapter_model.safetensors"],
+    "lora": ["adapter_config.json", "adapter_model.safetensors", "training_documents.json"],
 }
 
 
@@ -51,6 +53,7 @@ def test_merged_or_as_an_adapter_it_is_the_decoder(small_checkpoints, tmp_path, 
         if ".lora_B." in name:
             parameter.normal_(std=0.05)
     checkpoint = save(model, tokenizer, tmp_path / "checkpoint")
+    TrainingDocuments(trained={"0" * 12}).save(checkpoint)
     assert export(checkpoint, tmp_path / "merged") == 0
     assert capsys.readouterr().out == f"vllm serve {tmp_path}/merged --enable-prompt-embeds\n"
     assert export(checkpoint, tmp_path / "lora", "--as", "lora") == 0
