@@ -60,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--base", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="a base model's name or folder")
     add("--methods", nargs="+", default=list(FAMILY), metavar="NAME", help="default: the family's six")
     add("--recipes", nargs="+", default=["smollm2/data.yaml", "smollm2/family.yaml"], metavar="FILE")
+    add("--reader", type=Path, metavar="FOLDER", help="PEFT adapter of the base that decoders start as")
     add("--steps", type=positive_int, default=560, metavar="N", help="of each training (default: 560)")
     add("--minutes", type=positive_float, default=MINUTES, metavar="M", help=f"for all parts (default: {MINUTES:g})")
     add("--parts", nargs="+", metavar="NAME", help="only these parts")
@@ -78,6 +79,8 @@ def plan(arguments: argparse.Namespace) -> list[Part]:
         recipes = [*arguments.recipes, f"smollm2/comparison/{method}.yaml"]
         places = ["--data_dir", str(arguments.data), "--output_dir", str(output / "runs" / method)]
         how = ["--base", arguments.base, "--max_steps", str(arguments.steps), "--resume_from_checkpoint", "latest"]
+        if arguments.reader is not None:
+            how += ["--adapter", str(arguments.reader.resolve())]
         return [*_CLI, "train", *recipes, *places, *how, *(f"--{pair}" for pair in arguments.set)]
 
     def answering(method: str) -> list[str]:
@@ -189,7 +192,7 @@ def pack(arguments: argparse.Namespace) -> list[Path]:
     # Weights and pictures are not needed.
     code = [ROOT / name for name in tracked.split("\0") if name and not name.startswith(("checkpoints/", "docs/"))]
     files = [(path, f"code/{path.relative_to(ROOT)}") for path in code if path.is_file()]
-    for folder, name in ((arguments.data, "data"), (arguments.wheels, "wheels")):
+    for folder, name in ((arguments.data, "data"), (arguments.reader, "reader"), (arguments.wheels, "wheels")):
         found = [] if folder is None else sorted(path for path in folder.iterdir() if path.is_file())
         files += [(path, f"{name}/{path.name}") for path in found]
     files += [(Path(pair.partition("=")[2]), f"questions/{Path(pair).name}") for pair in arguments.questions]
