@@ -211,7 +211,10 @@ def squad_rows(name: str) -> dict[str, list[str]]:
     """
     rows, ratios = rows_of(name), report_of(name).ratios("question_answering")
     none, full, slots = rows["no_context"], rows["full_context"], [rows[f"ratio={ratio}"] for ratio in ratios]
-    config = json.loads((ROOT / "checkpoints" / name / "config.json").read_text(encoding="utf-8"))["decoder_config"]
+    # All have one base.
+    config = json.loads((ROOT / "checkpoints" / CHECKPOINTS[0] / "config.json").read_text(encoding="utf-8"))[
+        "decoder_config"
+    ]
     position = config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / 1000
     stored = [row.costs["memory_bytes"] / 1000 for row in (full, *slots)]
     tokens = full.costs["decoder_positions"] - none.costs["decoder_positions"]
@@ -260,9 +263,11 @@ def family_table(*names: str) -> str:
     body = []
     for name in names:
         cells = squad_rows(name)
-        link = f"[{name.removeprefix('smollm2-135m-instruct-')}](../../checkpoints/{name}/README.md)"
-        body.append([link, *cells["compressed"]])
-        for title in (*(f"minus {baseline}" for baseline in _BASELINES.values()), "retention, %", _STORED):
+        label = name.removeprefix("smollm2-135m-instruct-").replace("_", " ")
+        is_shipped = (ROOT / "checkpoints" / name).is_dir()
+        label = f"[{label}](../../checkpoints/{name}/README.md)" if is_shipped else label
+        body.append([label, *cells["compressed"]])
+        for title in (*(f"minus {baseline}" for baseline in _BASELINES.values()), "retention, %"):
             body.append([title, "", "", *cells[title][2:]])
     ratios = report_of(names[0]).ratios("question_answering")
     return markdown_table(["F1", "no context", "full text", *(f"{ratio}x" for ratio in ratios)], body)
