@@ -40,6 +40,7 @@ def evaluate_model(
     *,
     teacher: PreTrainedModel | None = None,
     model_name: str | None = None,
+    num_parameters: int | None = None,
     progress: bool = True,
     records: Mapping[str, TrainingDocuments | None] | None = None,
     resume_from: EvaluationReport | None = None,
@@ -54,6 +55,7 @@ def evaluate_model(
         model: a compressor's `...ForCausalLM`, or a plain causal language model for the two bounds alone.
         teacher: language model of the two bounds; the compressor's own decoder when `None`.
         model_name: how the report calls the model; the last part of its Hub id or folder when `None`.
+        num_parameters: of a model whose adapters have been merged since.
         records: by name, the documents that trained and chose the models; those beside their weights when `None`.
         resume_from: an unfinished report of the same evaluation, whose rows are not scored again.
         on_result: called with the report after each task on each data set.
@@ -103,7 +105,7 @@ def evaluate_model(
     report = EvaluationReport(
         model=name,
         bounds="own_decoder" if teacher is None else "teacher",
-        num_parameters=model.num_parameters(),
+        num_parameters=num_parameters or model.num_parameters(),
         held_out=check_sources(of_data_sets, records, settings.allow_trained_documents),
         documents={
             name: " ".join(sorted({id_ for sample in samples for id_ in sample.source_ids}))

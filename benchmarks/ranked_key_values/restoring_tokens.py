@@ -10,6 +10,7 @@ memories at the chosen ratios. The adapter alone, trained likewise on the same e
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import time
@@ -146,9 +147,8 @@ def choosing_losses(variant: Variant, questions: Sequence[dict[str, Any]], ratio
     return found
 
 
-@tells_errors
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train control and trial and compare them on the choosing part; returns the exit status."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = script_parser(__doc__)
     add_choosing_arguments(parser, questions=120)
     parser.add_argument("--tokens", type=positive_int, default=8)
@@ -156,7 +156,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=positive_int, default=60)
     parser.add_argument("--contexts", type=positive_int, default=4, help="a step")
     parser.add_argument("--rate", type=float, default=2e-4)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+@tells_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train control and trial and compare them on the choosing part; returns the exit status."""
+    arguments = build_parser().parse_args(argv)
     fetch_base(arguments.checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
     questions = choosing_questions(arguments.data, arguments.questions)

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 class EndpointHandler:
     """Answers `{"inputs": {"question": ..., "context": ...}, "parameters": {"ratio": 4, "max_new_tokens": 32}}`.
 
-    Without a question it returns `{"memory": ...}`, the compressed context as base64, which later requests send in
-    place of `context`.
+    Without a question it returns `{"memory": ...}` as base64, which later requests send in place of `context`.
 
     Args:
         path: the repository's folder.

@@ -122,6 +122,7 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
     compresses = can_compress(model)
     if arguments.plots and (settings.bounds_only or not compresses):
         raise ValueError("--plots draws quality by ratio, and nothing is compressed here")
+    num_parameters = model.num_parameters()
     if arguments.merge_adapters:
         if settings.zero_shot or "self_information" in settings.alternatives:
             raise ValueError("--merge-adapters: zero_shot and self_information read the base with the adapters off")
@@ -136,6 +137,7 @@ def _evaluate(arguments: argparse.Namespace, settings: EvaluationSettings) -> li
         settings,
         teacher=None if arguments.teacher is None else load_model(arguments.teacher, **options),
         model_name=model_label(arguments.model),
+        num_parameters=num_parameters,
         records=_records(arguments, settings, on_hub=compresses),
         resume_from=earlier,
         on_result=write,

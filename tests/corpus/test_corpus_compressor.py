@@ -99,10 +99,7 @@ def test_the_first_tokens_of_a_long_text_are_those_of_the_whole_and_not_all_is_r
     texts = [" ".join(words), "short", "x" * 20_000, " " * 20_000 + "behind spaces", "\n".join(words)]
     for most in (5, 40):
         found, whole = pipe.document_ids(texts, most), pipe.document_ids(texts)
-        assert [ids[:most] for ids in found] == [ids[:most] for ids in whole]
-        assert len(found[0]) < len(whole[0]) / 4
-        # Whether a text is longer than what is wanted is still known.
-        assert [len(ids) > most for ids in found] == [len(ids) > most for ids in whole]
+        assert found == [ids[:most] for ids in whole]
 
 
 def test_a_text_longer_than_a_batch_is_read_in_parts(small_checkpoints, monkeypatch):

@@ -94,7 +94,7 @@ def test_a_file_of_a_later_version_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("context_compressors.modeling.memory.memory_file.FORMAT_VERSION", "3")
         make_memory().save(path)
-    with pytest.raises(ValueError, match="version 3, this code reads version 2"):
+    with pytest.raises(ValueError, match="version 3, this code reads 2"):
         CompressedContext.load(path)
 
 

@@ -162,7 +162,7 @@ def test_a_compressor_on_such_a_base_names_the_hub_and_commands_fetch_it(cache, 
     for load in (
         lambda: load_compressor(str(folder))[0],
         lambda: load_model(str(folder), device="cpu"),
-        lambda: load_to_train(ModelArguments(checkpoint=str(folder))),
+        lambda: load_to_train(ModelArguments(checkpoint=str(folder)), AutoTokenizer.from_pretrained(folder)),
     ):
         shutil.rmtree(cache)
         assert isinstance(load(), MeanPoolingForCausalLM)
