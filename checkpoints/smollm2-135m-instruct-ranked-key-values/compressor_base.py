@@ -2512,7 +2512,7 @@ def _in_one_form(memories: Sequence[Memory], keeps_keys: bool) -> Sequence[Memor
 
 
 def _checked(how: str, given: Any, keeps_keys: bool = False) -> Sequence[Memory]:
-    memories = list(given) if isinstance(given, Iterable) else [None]
+    memories: Sequence[Memory] = list(given) if isinstance(given, Iterable) else [None]
     if not all(map(is_memory, memories)):
         raise TypeError(f"{how} takes CompressedContext objects, got {given!r}")
     if not memories:
@@ -2868,7 +2868,7 @@ def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
     """Bring the slots of groups of chunks into the order of all chunks, with zeros for chunks in no group; `order` has
     each chunk's place among those of all groups, or their number where it is in none."""
     first = parts[0]
-    if is_dataclass(first):
+    if is_dataclass(first) and not isinstance(first, type):
         return replace(first, **{name: gathered([vars(part)[name] for part in parts], order) for name in vars(first)})
     if not isinstance(first, Tensor):
         layers = [zip(*of_layer, strict=True) for of_layer in zip(*parts, strict=True)]
@@ -4093,8 +4093,9 @@ class CompressorBackbone(CompressorPreTrainedModel):
             fields = vars(slots) if is_dataclass(slots) else {config.carrier: slots}
             joined = {name: join(field, counts, chunks.chunks_per_row) for name, field in fields.items()}
             slot_mask = joined[config.carrier][1]
+            own: dict[str, Any] = {name: field for name, (field, _) in joined.items()}
             memory = CompressedContext(
-                **{name: field for name, (field, _) in joined.items()},
+                **own,
                 inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
                 attention_mask=slot_mask,
                 position_ids=self.slot_positions(slot_mask, chunks, counts),

@@ -189,7 +189,7 @@ class RankedKeyValuesModel(HeadwiseModel):
 
     # Dynamo traces what stands in front of a graph break, the first reading, once more for each frame around it.
     @torch.compiler.disable(recursive=False)
-    def encode(  # type: ignore[override]
+    def encode(
         self, chunks: Chunks, ratios: Sequence[int | Tensor], own_losses: list[Tensor] | None = None
     ) -> list[HeadwisePairs]:
         """See [`CompressorBackbone.encode`]; `own_losses` takes each row's error of (6) while the model trains."""

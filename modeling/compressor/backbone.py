@@ -166,8 +166,9 @@ class CompressorBackbone(CompressorPreTrainedModel):
             fields = vars(slots) if is_dataclass(slots) else {config.carrier: slots}
             joined = {name: join(field, counts, chunks.chunks_per_row) for name, field in fields.items()}
             slot_mask = joined[config.carrier][1]
+            own: dict[str, Any] = {name: field for name, (field, _) in joined.items()}
             memory = CompressedContext(
-                **{name: field for name, (field, _) in joined.items()},
+                **own,
                 inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
                 attention_mask=slot_mask,
                 position_ids=self.slot_positions(slot_mask, chunks, counts),

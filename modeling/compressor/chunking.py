@@ -99,7 +99,7 @@ def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
     """Bring the slots of groups of chunks into the order of all chunks, with zeros for chunks in no group; `order` has
     each chunk's place among those of all groups, or their number where it is in none."""
     first = parts[0]
-    if is_dataclass(first):
+    if is_dataclass(first) and not isinstance(first, type):
         return replace(first, **{name: gathered([vars(part)[name] for part in parts], order) for name in vars(first)})
     if not isinstance(first, Tensor):
         layers = [zip(*of_layer, strict=True) for of_layer in zip(*parts, strict=True)]

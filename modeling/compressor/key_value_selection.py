@@ -159,8 +159,9 @@ class KeyValueSelectionModel(CompressorModel):
         # Keys move from their positions to 0, 1, ..., of all layers by one wait for the device.
         positions = torch.cat([read.position_ids[:, None].take_along_dim(at, dim=2) for at in places])
         offsets = torch.arange(positions.shape[2], device=positions.device) - positions
-        ((moved, values),) = moved_pairs([tuple(map(torch.cat, zip(*kept, strict=True)))], offsets, frequencies)
-        return tuple(zip(moved.chunk(len(kept)), values.chunk(len(kept)), strict=True))
+        keys, values = (torch.cat(states) for states in zip(*kept, strict=True))
+        ((keys, values),) = moved_pairs([(keys, values)], offsets, frequencies)
+        return tuple(zip(keys.chunk(len(kept)), values.chunk(len(kept)), strict=True))
 
 
 def kept_places(priority: Tensor, is_context: Tensor, num_slots: Tensor, width: int) -> Tensor:

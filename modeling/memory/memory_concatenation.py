@@ -120,7 +120,7 @@ def _in_one_form(memories: Sequence[Memory], keeps_keys: bool) -> Sequence[Memor
 
 def _checked(how: str, given: Any, keeps_keys: bool = False) -> Sequence[Memory]:
     """Return memories to "concatenate" or "stack" in one form; `TypeError` or `ValueError` unless they fit."""
-    memories = list(given) if isinstance(given, Iterable) else [None]
+    memories: Sequence[Memory] = list(given) if isinstance(given, Iterable) else [None]
     if not all(map(is_memory, memories)):
         raise TypeError(f"{how} takes CompressedContext objects, got {given!r}")
     if not memories:
