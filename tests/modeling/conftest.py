@@ -90,7 +90,7 @@ def _pad_rows(rows: list[torch.Tensor], side: str = "right", value: int = PAD) -
 
 
 def _slots(memory: Any) -> torch.Tensor:
-    """What a memory carries, (batch_size, num_slots, width); of key/values those of all layers."""
+    """Return the states that a memory carries, (batch_size, num_slots, width); of key/values those of all layers."""
     if memory.key_values is None:
         return memory.embeddings
     return torch.cat([part.transpose(1, 2).flatten(2) for pair in memory.key_values for part in pair], dim=2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests do with the parameters of a model."""
+"""Helpers of tests for the parameters of a model."""
 
 import torch
 
