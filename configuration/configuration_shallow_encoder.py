@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from .configuration_compressor import CompressorConfig
 from .field_checks import int_between, lora_or, one_of
+from .layer_shape import layer_kinds
 
 AUTOENCODING, KEFT = "autoencoding", "keft"
 # W_Q, W_K and W_V of every decoder layer, one by one or in one map; their biases belong to them.
@@ -79,6 +80,6 @@ def first_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     config = copy.deepcopy(config)
     config.num_hidden_layers = num_layers
     # Some families have layers of several kinds, named one by one.
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = config.layer_types[:num_layers]
+    if kinds := layer_kinds(config):
+        config.layer_types = kinds[:num_layers]
     return config

@@ -7,6 +7,7 @@ embeddings and the LM head do not; adapters count as merged into the weights. Ev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,11 @@ def key_value_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
+def layer_kinds(config: PreTrainedConfig) -> Sequence[str]:
+    """Return the kind of each layer, such as "sliding_attention"; none where the family has one kind."""
+    return getattr(config, "layer_types", None) or ()
 
 
 @dataclass(frozen=True)

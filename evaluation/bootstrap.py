@@ -101,7 +101,7 @@ def interval_of_mean(
     return mean - half, mean + half
 
 
-def wilson_interval(num_right: int, number: int) -> tuple[float, float]:
+def wilson_interval(num_right: float, number: float) -> tuple[float, float]:
     """Return the 95 % interval of a share, in percent (Wilson, 1927)."""
     share, squared = num_right / number, _WIDTH**2
     centre = (share + squared / (2 * number)) / (1 + squared / number)

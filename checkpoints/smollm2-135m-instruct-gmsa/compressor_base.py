@@ -63,6 +63,7 @@ from .configuration_gmsa import (
     POSITION_LAYOUTS,
     check_choice,
     key_value_shape,
+    layer_kinds,
     max_positions,
     nearest_name,
 )
@@ -328,7 +329,8 @@ class CheckpointWithAdapters:
     def __init__(self, model: nn.Module, checkpoint: Callable[..., Any]):
         self.checkpoint = checkpoint
         # An attribute, not a closure: a deep copy of the model must switch its own layers, not the original's.
-        self.passes = [getattr(module, PASSES)[0] for module in model.modules() if hasattr(module, PASSES)]
+        marks = (getattr(module, PASSES, None) for module in model.modules())
+        self.passes = [mark[0] for mark in marks if mark is not None]
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -3214,7 +3216,7 @@ def position_bytes(config: Any, dtype: torch.dtype) -> int:
 
 def check_has_key_values(config: Any) -> None:
     """Refuse a language model some of whose layers have a state of fixed size in place of keys and values."""
-    kinds = set(getattr(config, "layer_types", None) or ()) - set(_KEY_VALUE_LAYERS)
+    kinds = set(layer_kinds(config)) - set(_KEY_VALUE_LAYERS)
     if kinds:
         raise ValueError(
             f"layers of the kind {sorted(kinds)[0]!r} have no keys and values: a base of type {config.model_type!r} "
@@ -3225,8 +3227,8 @@ def check_has_key_values(config: Any) -> None:
 def sliding_window(config: Any) -> int | None:
     """Tokens that a layer of the model sees at most, or `None` where all layers see everything."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    return window if kinds is None or "sliding_attention" in kinds else None
+    kinds = layer_kinds(config)
+    return window if not kinds or "sliding_attention" in kinds else None
 
 
 def check_sliding_window(config: Any, num_slots: int, num_text_tokens: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -19,6 +19,11 @@ def key_value_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
+def layer_kinds(config: PreTrainedConfig) -> Sequence[str]:
+    """Return the kind of each layer, such as "sliding_attention"; none where the family has one kind."""
+    return getattr(config, "layer_types", None) or ()
 
 
 # configuration/nearest_names.py
@@ -495,8 +500,8 @@ def first_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     config = copy.deepcopy(config)
     config.num_hidden_layers = num_layers
     # Some families have layers of several kinds, named one by one.
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = config.layer_types[:num_layers]
+    if kinds := layer_kinds(config):
+        config.layer_types = kinds[:num_layers]
     return config
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -18,6 +18,11 @@ def key_value_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
+def layer_kinds(config: PreTrainedConfig) -> Sequence[str]:
+    """Return the kind of each layer, such as "sliding_attention"; none where the family has one kind."""
+    return getattr(config, "layer_types", None) or ()
 
 
 # configuration/nearest_names.py

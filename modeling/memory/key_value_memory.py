@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...configuration.layer_shape import key_value_shape
+from ...configuration.layer_shape import key_value_shape, layer_kinds
 from ..parts.packing import take_places
 from .compressed_context import CompressedContext, KeyValues
 
@@ -193,7 +193,7 @@ def cache_bytes(cache: Cache) -> int:
 
 def check_has_key_values(config: Any) -> None:
     """Refuse a language model some of whose layers have a state of fixed size in place of keys and values."""
-    kinds = set(getattr(config, "layer_types", None) or ()) - set(_KEY_VALUE_LAYERS)
+    kinds = set(layer_kinds(config)) - set(_KEY_VALUE_LAYERS)
     if kinds:
         raise ValueError(
             f"layers of the kind {sorted(kinds)[0]!r} have no keys and values: a base of type {config.model_type!r} "
@@ -214,8 +214,8 @@ def check_same_key_values(config: Any) -> None:
 def sliding_window(config: Any) -> int | None:
     """Tokens that a layer of the model sees at most, or `None` where all layers see everything."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    return window if kinds is None or "sliding_attention" in kinds else None
+    kinds = layer_kinds(config)
+    return window if not kinds or "sliding_attention" in kinds else None
 
 
 def check_sliding_window(config: Any, num_slots: int, num_text_tokens: int) -> None:

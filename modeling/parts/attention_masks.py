@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
+from ...configuration.layer_shape import layer_kinds
 from .cache_name import CACHE
 
 # Implementations that take a mask with a value for every pair of places.
@@ -157,7 +158,7 @@ def mask_for(config: Any, visible: Tensor, near: Tensor, dtype: torch.dtype) -> 
     `near` is that of layers with a sliding window, the same where there are none.
     """
     full, near = (_attention_bias(mask, config, dtype) for mask in (visible, near))
-    return {"full_attention": full, "sliding_attention": near} if getattr(config, "layer_types", None) else near
+    return {"full_attention": full, "sliding_attention": near} if layer_kinds(config) else near
 
 
 def _attention_bias(visible: Tensor, config: Any, dtype: torch.dtype) -> Tensor:

@@ -222,7 +222,8 @@ class CheckpointWithAdapters:
     def __init__(self, model: nn.Module, checkpoint: Callable[..., Any]):
         self.checkpoint = checkpoint
         # An attribute, not a closure: a deep copy of the model must switch its own layers, not the original's.
-        self.passes = [getattr(module, PASSES)[0] for module in model.modules() if hasattr(module, PASSES)]
+        marks = (getattr(module, PASSES, None) for module in model.modules())
+        self.passes = [mark[0] for mark in marks if mark is not None]
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         if torch.compiler.is_compiling():
