@@ -106,10 +106,10 @@ class SelfInformation(TextSystem):
 
 
 class KeepDrop(TextSystem):
-    """Keep the sentences that a text compressor of this package scores highest.
+    """Keep the sentences, or the single words, that a text compressor of this package scores highest.
 
     Args:
-        name: keep_drop, or keep_drop_aware, which sees the question.
+        name: keep_drop, keep_drop_aware, which sees the question, or keep_drop_words, which selects as LLMLingua-2.
         reader: reads what is left, and answers.
         tokenizer: the reader's.
         checkpoint: folder of the text compressor.
@@ -124,8 +124,24 @@ class KeepDrop(TextSystem):
     def kept_ids(self, question: Question, read: Any, budget: int) -> list[int]:
         from context_compressors.evaluation.alternatives import kept_words
 
+        if self.name == "keep_drop_words":
+            return self._single_words(question["context_ids"], budget)
         asked = question["question"] if self.name.endswith(_AWARE) else None
         return kept_words(self.compressor, self.tokenizer, question["context_ids"], asked, budget)
+
+    def _single_words(self, context_ids: Sequence[int], budget: int) -> list[int]:
+        text = self.tokenizer.decode(context_ids, clean_up_tokenization_spaces=False)
+        words, scores = text.split(), self.compressor.word_scores(text)
+        kept: list[int] = []
+        for place in sorted(range(len(words)), key=lambda place: -scores[place]):
+            budget -= len(self._ids(f" {words[place]}"))
+            if budget < 0:
+                break
+            kept.append(place)
+        return self._ids("".join(f" {words[place]}" for place in sorted(kept)))
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 class LLMLingua(TextSystem):
@@ -312,7 +328,7 @@ def make_system(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     reader = reader.to(arguments.device).eval()
     if name.removesuffix(_AWARE) in _PRESSES:
         return Press(name, reader)
-    if name.removesuffix(_AWARE) == "keep_drop":
+    if name.startswith("keep_drop"):
         return KeepDrop(name, reader, tokenizer, KEEP_DROP)
     if name == "self_information":
         return SelfInformation(reader, tokenizer, arguments.base)
