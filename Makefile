@@ -4,12 +4,11 @@ VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 INTEGRATIONS := .venv-integrations
 PYTEST_ARGS ?=
-FUZZ_EXAMPLES ?= 10000
 # What the site shows or links to, as it lies in the repository.
 PAGES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs benchmarks examples training/recipes checkpoints/*/*.md checkpoints/*/*.png modeling/modeling_*.py modeling/parts/position_layout.py
 PYTEST := $(VENV_PYTHON) -P -m pytest
 
-.PHONY: demo test test-fast test-integrations fuzz lint docs dist format clean
+.PHONY: demo test test-fast test-integrations lint docs dist format clean
 
 demo: $(VENV)/.installed
 	$(VENV_PYTHON) -P -m context_compressors.cli demo
@@ -25,9 +24,6 @@ test-fast: $(VENV)/.installed-dev
 test-integrations: $(INTEGRATIONS)/.installed $(VENV)/.installed-dev
 	$(INTEGRATIONS)/bin/python -P -m pytest -n0 tests/integrations tests/suites $(PYTEST_ARGS)
 	$(PYTEST) -m release $(PYTEST_ARGS)
-
-fuzz: $(VENV)/.installed-dev
-	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PYTEST) tests/fuzz $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV_PYTHON) -P -m ruff check .

@@ -199,11 +199,11 @@ class CompressorConfig(PreTrainedConfig):
         for name, default in _RECORD.items():
             setattr(self, name, kwargs.pop(name, default))
         super().__init__(**kwargs)
-        self._check_parts()
+        self._resolve_parts()
         self.auto_map = self.default_auto_map()
         self.custom_pipelines = self.default_custom_pipelines()
 
-    def _check_parts(self) -> None:
+    def _resolve_parts(self) -> None:
         if self.shared_adapter:
             if self.decoder_lora is None and not self.has_frozen_memories:
                 self.decoder_lora = self.encoder_lora

@@ -27,8 +27,8 @@ def as_spelled_now(name: str) -> str:
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """A clause such as `; did you mean 'context'?` with the nearest allowed name, or the names when none is near."""
     names = sorted(map(str, allowed))
-    if (found := nearest_name(name, names)) is not None:
-        return f"; did you mean {found!r}?"
+    if (best := nearest_name(name, names)) is not None:
+        return f"; did you mean {best!r}?"
     return f"; allowed: {', '.join(names)}" if 0 < len(names) <= _MOST_NAMES else ""
 
 

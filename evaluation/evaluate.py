@@ -18,7 +18,7 @@ from ..modeling.parts.base_precision import trained_base_weights
 from ..modeling.parts.prompting import context_opening
 from ..modeling.parts.text_ids import text_tokenizer
 from ..reporting.result_files import rounded
-from .held_out import Sources, add_record, check_sources
+from .held_out import Sources, add_record, compare_sources
 from .metrics import BertScorer
 from .report import EvaluationReport
 from .results import add_results, samples_digest
@@ -106,7 +106,7 @@ def evaluate_model(
         model=name,
         bounds="own_decoder" if teacher is None else "teacher",
         num_parameters=num_parameters or model.num_parameters(),
-        held_out=check_sources(of_data_sets, records, settings.allow_trained_documents),
+        held_out=compare_sources(of_data_sets, records, settings.allow_trained_documents),
         documents={
             name: " ".join(sorted({id_ for sample in samples for id_ in sample.source_ids}))
             for name, samples in of_data_sets.items()
@@ -196,7 +196,7 @@ def _take_over(
     for name, ids in earlier.documents.items():
         report.documents[name] = " ".join(sorted({*ids.split(), *report.documents.get(name, "").split()}))
     sources = {name: [Sources(name, tuple(ids.split()))] for name, ids in report.documents.items()}
-    report.held_out = earlier.held_out | check_sources(sources, records, allow_shared=True)
+    report.held_out = earlier.held_out | compare_sources(sources, records, allow_shared=True)
     report.rows += earlier.rows
 
 

@@ -41,7 +41,7 @@ def reported_documents(path: str | os.PathLike[str]) -> set[str]:
     return ids
 
 
-def check_sources(
+def compare_sources(
     of_data_sets: Mapping[str, Sequence[Sources | Sample]],
     records: Mapping[str, TrainingDocuments | None],
     allow_shared: bool = False,

@@ -47,7 +47,7 @@ class EvaluationReport:
     Args:
         bounds: where "no_context" and "full_context" come from: "teacher" or "own_decoder".
         answers: what every sample got; kept out of the report's file.
-        held_out: by model, whether documents of this report trained or chose it, see `check_sources`.
+        held_out: by model, whether documents of this report trained or chose it, see `compare_sources`.
         documents: data set -> the ids of its documents, see `document_id`.
     """
 

@@ -102,7 +102,7 @@ def reservations(report: EvaluationReport) -> list[str]:
 
 
 def held_out_lines(held_out: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a sentence for each model about the documents that `check_sources` compared."""
+    """Return a sentence for each model about the documents that `compare_sources` compared."""
     lines = []
     for model, facts in held_out.items():
         if facts["record"] == "none" and not facts.get("shared"):

@@ -27,7 +27,7 @@ from ..reporting.tables import markdown_table
 from .alternatives import BM25Index
 from .bootstrap import mean_statistic, percentile_interval, resampled_scores
 from .evaluate import model_label, weights_and_configuration
-from .held_out import Sources, check_sources
+from .held_out import Sources, compare_sources
 from .rows import SampleAnswers, ratio_condition
 from .settings import EvaluationSettings
 
@@ -274,7 +274,7 @@ def evaluate_collection(
         },
         "device": model.device.type,
         "environment": environment(),
-        "held_out": check_sources({collection: queries}, records, allow_trained),
+        "held_out": compare_sources({collection: queries}, records, allow_trained),
         "documents": {collection: " ".join(sorted({id_ for query in queries for id_ in query.source_ids}))},
     }
     rows: list[dict[str, Any]] = []

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.compressor.backbone import CompressorBackbone
 from ..modeling.compressor.chunking import Chunks, cut
-from ..modeling.compressor.validation import check_context_length, check_ratios, check_together
+from ..modeling.compressor.validation import check_context_length, measure_rows, resolve_ratios
 from ..modeling.parts.attention_masks import copy_with_shared_weights
 from ..modeling.parts.text_ids import text_tokenizer
 
@@ -29,8 +29,8 @@ def one_chunk(
 ) -> tuple[Chunks, int | Tensor]:
     """Contexts `(batch_size, num_tokens)`, each as one chunk, and the ratio that they are compressed at."""
     config, context = backbone.config, backbone.context_rows(input_ids, attention_mask)
-    check_together(context)
-    ratios = check_ratios([ratio], config.compression_ratios, input_ids, False)
+    measure_rows(context)
+    ratios = resolve_ratios([ratio], config.compression_ratios, input_ids, False)
     chunks = cut(context.input_ids, context.attention_mask, context.lengths, config.chunk_size, config.position_layout)
     if chunks.chunks_per_row > 1 or not max(chunks.lengths):
         raise ValueError(

@@ -79,7 +79,7 @@ def build_repository(
         raise ValueError(f"{target} is not empty")
     if not local_files_only:
         base_model = base_place(base_model)
-    files, left_out = check_files(checkpoint, include)
+    files, left_out = select_files(checkpoint, include)
     _config(checkpoint)
     target.mkdir(parents=True, exist_ok=True)
     # What fails leaves the target empty.
@@ -96,7 +96,7 @@ def build_repository(
             write_first_card(config, folder)
             base = _base_folder(config, base_model, local_files_only)
         _complete_card(config, folder, license, base)
-        check_files(folder, include)
+        select_files(folder, include)
         for path in list(folder.iterdir()):
             path.rename(target / path.name)
     if left_out:
@@ -226,7 +226,7 @@ def push_repository(folder: str | Path, repo_id: str, *, tag: str, private: bool
 # --- what an upload may hold ---
 
 
-def check_files(folder: Path, include: Sequence[str] = ()) -> tuple[list[Path], list[str]]:
+def select_files(folder: Path, include: Sequence[str] = ()) -> tuple[list[Path], list[str]]:
     """Return the files of a checkpoint's folder, by their paths in it, and the names of those that are left out.
 
     Files of `include` are taken as they are. `ValueError` names the first other file that is a link out of the folder,

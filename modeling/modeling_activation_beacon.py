@@ -18,7 +18,7 @@ from ..configuration.configuration_compressor import max_positions
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
 from .compressor.modeling_compressor import CompressorModel
-from .compressor.validation import check_ratios, check_together
+from .compressor.validation import measure_rows, resolve_ratios
 from .memory.beacon_memory import BeaconMemory, beacon_window
 from .memory.compressed_context import CompressedContext, KeyValues
 from .memory.key_value_memory import (
@@ -195,8 +195,8 @@ class ActivationBeaconModel(CompressorModel):
             Last hidden states of the texts' own tokens, `(batch_size, num_tokens, hidden_size)`.
         """
         text = self.context_rows(input_ids, attention_mask)
-        check_together(text)
-        drawn = check_ratios(ratios, self.config.compression_ratios, input_ids, False)
+        measure_rows(text)
+        drawn = resolve_ratios(ratios, self.config.compression_ratios, input_ids, False)
         ids = right_padded(text.input_ids, text.attention_mask)
         memory, starts = self.empty_memory(len(ids)), [0] * len(ids)
         states: list[Tensor] = []
@@ -294,7 +294,7 @@ class SlidingMemory:
         config = model.config
         self.model, self.max_slots, self.num_tokens = model, max_slots, 0
         empty = torch.zeros(0, 0, dtype=torch.long, device=model.device)
-        self.ratio: int = check_ratios([ratio], config.compression_ratios, empty, False)[0]
+        self.ratio: int = resolve_ratios([ratio], config.compression_ratios, empty, False)[0]
         size = config.window_tokens(self.ratio)
         window, limit = size + size // self.ratio, max_positions(config.get_encoder_config())
         if max_slots <= config.num_sinks or (limit is not None and max_slots + window > limit):
@@ -309,7 +309,7 @@ class SlidingMemory:
     @torch.no_grad()
     def append(self, input_ids: Tensor) -> None:
         """Read on: `input_ids` `(batch_size, num_tokens)` are the next tokens of each text, without pads."""
-        check_together(self.model.context_rows(input_ids, None))
+        measure_rows(self.model.context_rows(input_ids, None))
         if self._memory is None:
             self._memory, self._unread = self.model.empty_memory(len(input_ids)), input_ids[:, :0]
         unread, size = torch.cat([self._unread, input_ids], dim=1), self.model.config.window_tokens(self.ratio)
@@ -329,17 +329,17 @@ class SlidingMemory:
         """
         if self._memory is None or not self.num_tokens:
             raise ValueError("nothing has been read: give the text to `append`, got no tokens")
-        found = self._with_window(self._memory, self._unread) if self._unread.shape[1] else self._memory
+        memory = self._with_window(self._memory, self._unread) if self._unread.shape[1] else self._memory
         batch_size, device = len(self._unread), self._unread.device
-        attention_mask = torch.ones(batch_size, found.width, dtype=torch.long, device=device)
+        attention_mask = torch.ones(batch_size, memory.width, dtype=torch.long, device=device)
         return CompressedContext(
-            key_values=found.numbered(),
+            key_values=memory.numbered(),
             attention_mask=attention_mask,
             position_ids=attention_mask.cumsum(dim=1) - 1,
             num_context_tokens=torch.full((batch_size,), self.num_tokens, device=device),
             ratio=self.ratio,
             model_id="" if self.model.training else self.model.model_id,
-            inverse_frequencies=found.inverse_frequencies,
+            inverse_frequencies=memory.inverse_frequencies,
             maker=weakref.ref(self.model),
             check=False,
         )

@@ -25,7 +25,7 @@ class AutoCompressorModel(MemoryTokenModel):
     """
 
     config_class = AutoCompressorConfig
-    needs_whole_rows = True
+    reads_full_rows = True
 
     def __init__(self, config: AutoCompressorConfig):
         super().__init__(config)

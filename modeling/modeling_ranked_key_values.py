@@ -21,7 +21,7 @@ from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks, cut
 from .compressor.headwise_reading import HeadwiseModel
-from .compressor.validation import TokenRows, check_context_length, check_together
+from .compressor.validation import TokenRows, check_context_length, measure_rows
 from .memory.compressed_context import CompressedContext, KeyValues
 from .memory.headwise_pairs import HeadwisePairs, kept_pairs
 from .memory.key_value_memory import KeyValueRecorder, inverse_frequencies
@@ -80,7 +80,7 @@ class RankedKeyValuesModel(HeadwiseModel):
     # --- contexts behind the opening ---
 
     @property
-    def needs_whole_rows(self) -> bool:  # type: ignore[override]
+    def reads_full_rows(self) -> bool:  # type: ignore[override]
         """Return whether `encode` gets all chunks of a row: the loss of (6) is a row's."""
         return self.training
 
@@ -121,10 +121,10 @@ class RankedKeyValuesModel(HeadwiseModel):
         limit = self.config.max_position_embeddings
         return sys.maxsize if limit is None else limit - self.first_slot_position
 
-    def encode_chunks(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Any]:
+    def encode_chunks(self, chunks: Chunks, ratios: Sequence[Any], **extras: Any) -> Sequence[Any]:
         """See [`CompressorBackbone.encode_chunks`]; keys of chunks that were read right behind the opening move to
         their places in the document."""
-        memories: Any = super().encode_chunks(chunks, ratios, **beside)
+        memories: Any = super().encode_chunks(chunks, ratios, **extras)
         rows = range(0, len(chunks.lengths), chunks.chunks_per_row)
         if max(sum(chunks.lengths[row : row + chunks.chunks_per_row]) for row in rows) > self._most_positions:
             moves = chunks.starts + 1 - chunks.position_ids[:, 0]
@@ -175,7 +175,7 @@ class RankedKeyValuesModel(HeadwiseModel):
 
     # --- what stays of them ---
 
-    def beside_contexts(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
+    def extra_inputs(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
         return {name: arguments.pop(name) for name in ("own_losses",) if name in arguments}
 
     # Dynamo traces what stands in front of a graph break, the first reading, once more for each frame around it.
@@ -218,8 +218,8 @@ class RankedKeyValuesModel(HeadwiseModel):
 
     def _scored(self, chunks: Chunks) -> tuple[KeyValues, Tensor]:
         """Return (1) and (2), which leave of no layer what its attention reads."""
-        key_values, found = self._read(chunks, lambda layer, states: self.scorers[layer](states))
-        return key_values, _by_head(found)
+        key_values, scores = self._read(chunks, lambda layer, states: self.scorers[layer](states))
+        return key_values, _by_head(scores)
 
     def _read(
         self, chunks: Chunks, take: Callable[[int, Tensor], Tensor] | None = None
@@ -242,8 +242,8 @@ class RankedKeyValuesModel(HeadwiseModel):
         """Return log a of (5), `(num_chunks, num_layers * num_heads, num_tokens)`."""
         pairs = tuple((keys.detach(), values.detach()) for keys, values in key_values)
         ends = self.first_slot_position + chunks.position_ids[:, 0] - 1 + chunks.attention_mask.sum(dim=1)
-        found = self.repeated_attention(pairs, self.opened(chunks)[1], ends, chunks, self.config.repeat_size)
-        attention = torch.stack(found, dim=1).flatten(1, 2)[:, :, self.first_slot_position :]
+        of_layers = self.repeated_attention(pairs, self.opened(chunks)[1], ends, chunks, self.config.repeat_size)
+        attention = torch.stack(of_layers, dim=1).flatten(1, 2)[:, :, self.first_slot_position :]
         return attention.clamp(min=_LEAST_ATTENTION).log()
 
     @torch.no_grad()
@@ -268,7 +268,7 @@ class RankedKeyValuesModel(HeadwiseModel):
         try:
             for input_ids, mask, *passages in batches:
                 rows = self.context_rows(input_ids, mask, "input_ids", *passages)
-                check_together(rows)
+                measure_rows(rows)
                 chunks = self.chunks_of(rows)
                 key_values, states = self._read(chunks)
                 attention = self._repeated_attention(key_values, chunks).unflatten(1, (layers, heads))

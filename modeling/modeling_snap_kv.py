@@ -76,7 +76,7 @@ class SnapKVModel(KeyValueSelectionModel):
         # The first pass reads the whole question, which it checks.
         return input_ids.shape[1] if self.config.compresses_questions else super().num_in_front(input_ids)
 
-    def beside_contexts(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
+    def extra_inputs(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
         """Take out the question: ids and mask that `compress` is given, or the text that `generate` goes on from."""
         asked = [arguments.pop(name, None) for name in ("question_input_ids", "question_attention_mask")]
         if asked[0] is None and self.config.compresses_questions and text is not None:
@@ -84,10 +84,10 @@ class SnapKVModel(KeyValueSelectionModel):
         return {} if asked[0] is None else {"question": asked}
 
     def compress_rows(
-        self, context: TokenRows, ratios: Sequence[Any], *args: Any, **beside: Any
+        self, context: TokenRows, ratios: Sequence[Any], *args: Any, **extras: Any
     ) -> list[CompressedContext]:
         """See [`CompressorBackbone.compress_rows`]; a memory answers no question but the one that it is made with."""
-        question = beside.get("question")
+        question = extras.get("question")
         if question is None and self.config.compresses_questions:
             raise ValueError(
                 "this compressor reads a context together with its question (`question_placement='encoder'`): "

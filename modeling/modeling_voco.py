@@ -114,7 +114,7 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
 
     # --- contexts with images ---
 
-    def beside_contexts(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
+    def extra_inputs(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
         """Take out images: `pixel_values`, and what the base's processor gives beside it."""
         if self.image_model is None:
             return {}
@@ -123,7 +123,7 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
         return {name: value for name, value in images.items() if value is not None}
 
     def text_rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> TokenRows:
-        """A text for [`check_together`]; images stand in the context."""
+        """A text for [`measure_rows`]; images stand in the context."""
         if self.image_model is not None and bool((input_ids == self._image_token_id).any()):
             raise ValueError(
                 f"`input_ids` hold image tokens (id {self._image_token_id}): images are compressed, so that they and "

@@ -250,11 +250,11 @@ def best_sentences(
     for sentence in sorted(values, key=lambda sentence: -values[sentence]):
         places = places_of[sentence]
         added = best_run([place for place in places if place not in kept], scores, costs, left)
-        is_whole = kept.union(added).issuperset(places)
-        if is_whole or not kept or len(added) >= _SHORTEST_RUN:
+        keeps_all = kept.union(added).issuperset(places)
+        if keeps_all or not kept or len(added) >= _SHORTEST_RUN:
             kept.update(added)
             left -= sum(costs[place] for place in added)
-        if not is_whole:
+        if not keeps_all:
             break
     return sorted(kept)
 

@@ -24,7 +24,7 @@ class TrainingConfig(TrainingFields, SFTConfig):
     """`trl.SFTConfig` with the fields of [`TrainingFields`]."""
 
     def __post_init__(self) -> None:
-        self.check_fields()
+        self.resolve_fields()
         super().__post_init__()
 
 

@@ -166,7 +166,7 @@ class TrainingFields:
     fit_scorers: int = _option(0, "contexts that the scorers of ranked_key_values are fitted to at first")
     sample_answers_steps: int = _option(0, "steps between answers in the log; 0 for none")
 
-    def check_fields(self) -> None:
+    def resolve_fields(self) -> None:
         """Read `ratio_schedule` from its text; `ValueError` names the first field whose value is not allowed."""
         check_choice("objective", self.objective, OBJECTIVES)
         check_choice("optimizer", self.optimizer, ("adamw", "adafactor"))

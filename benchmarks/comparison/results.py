@@ -33,7 +33,7 @@ from benchmarks.comparison.scores import (
 from context_compressors.configuration.methods import config_class
 from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.evaluation.bootstrap import helps, percentile_interval, resampled_means
-from context_compressors.evaluation.held_out import Sources, check_sources
+from context_compressors.evaluation.held_out import Sources, compare_sources
 from context_compressors.evaluation.metrics import teacher_normalized
 from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT
 from context_compressors.reporting.environment import environment
@@ -364,7 +364,7 @@ def documents_of(comparison: Any, questions: Mapping[str, Mapping[str, Any]]) ->
     }
     records = {comparison.reader_name: reader, **({_FAMILY: seen} if any(parts.values()) else {})}
     records[KEEP_DROP.name] = TrainingDocuments.of(KEEP_DROP)
-    found = check_sources({title: [Sources(title, tuple(ids))] for title, ids in of_sets.items()}, records)
+    found = compare_sources({title: [Sources(title, tuple(ids))] for title, ids in of_sets.items()}, records)
     if reader is None:
         found |= {name: said for name, said in held_out.items() if name == comparison.reader_name}
     documents = {part: " ".join(sorted(ids)) for part, ids in (of_sets | parts).items() if ids}

@@ -79,8 +79,8 @@ def base_entry(
     `gguf_file` if it is one, `samples`, `dtype`, and sums of all `weights` in it and in narrower types."""
     is_folder = os.path.isdir(name)
     if not is_folder:
-        found = {n: loading[n] for n in (*DOWNLOAD_ARGUMENTS, "subfolder") if n in loading}
-        file = cached_file(name, loading.get("gguf_file") or "config.json", revision=revision, **found)
+        fetching = {n: loading[n] for n in (*DOWNLOAD_ARGUMENTS, "subfolder") if n in loading}
+        file = cached_file(name, loading.get("gguf_file") or "config.json", revision=revision, **fetching)
         # A branch moves on: what was loaded is a commit.
         revision = extract_commit_hash(file, None) or revision
     # Of a folder that is called a copy of a repository, only the weights are said to be the same, not the files.
@@ -172,7 +172,7 @@ def load_bases(
 ) -> dict[str, dict[str, Tensor]]:
     """Fetch the bases that a light checkpoint names, check that they are the ones, and return the weights of each, see
     [`base_tensors`]."""
-    found = {}
+    weights = {}
     for base, entry in entries.items():
         argument = "base_model" if base == DECODER_BASE else "encoder_base_model"
         place = places.get(base) or entry["repo_id"]
@@ -204,8 +204,8 @@ def load_bases(
                 f"Hub be reached, or {advice} ({error})"
             ) from error
         _check_same_base(model, place, wanted, entry, shown)
-        found[base] = base_tensors(model)
-    return found
+        weights[base] = base_tensors(model)
+    return weights
 
 
 def _check_same_base(

@@ -42,9 +42,9 @@ pipe = model.question_answering(tokenizer)
 answer = pipe(question, context=document, ratio={ratio})["answer"]  # the document is compressed with its question"""
 _RETRIEVAL = """\
 options = {{"padding": True, "truncation": True, "max_length": 512, "return_tensors": "pt"}}
-found = model.encode(**tokenizer(documents, **options), ratio={ratio})
-asked = model.encode(**tokenizer(queries, **options), ratio={ratio})
-scores = model.score(*asked.to_tuple(), *found.to_tuple())  # (queries, documents): Chamfer similarity, MaxSim
+of_documents = model.encode(**tokenizer(documents, **options), ratio={ratio})
+of_queries = model.encode(**tokenizer(queries, **options), ratio={ratio})
+scores = model.score(*of_queries.to_tuple(), *of_documents.to_tuple())  # (queries, documents): Chamfer similarity
 best = scores.argmax(dim=1)  # the document that answers each query best"""
 _QUESTION = 'tokenizer(question, return_tensors="pt")'
 # The task token takes BOS's place.

@@ -112,8 +112,8 @@ class CheckpointedModel(PreTrainedModel):
             with suppress(OSError):
                 name_as_stored(model, lambda: stored_weights(name, **fetching_arguments(kwargs)))
         # The library names no adapters among the missing keys; those that it offloads have no place either.
-        is_whole = getattr(model, "hf_device_map", None) is None
-        missing = {key for key, parameter in model.named_parameters() if is_whole and parameter.is_meta}
+        may_offload = getattr(model, "hf_device_map", None) is not None
+        missing = {key for key, parameter in model.named_parameters() if not may_offload and parameter.is_meta}
         missing |= set(info["missing_keys"])
         if isinstance(kwargs.get("config"), PreTrainedConfig):
             missing -= _started_adapter(model, missing)
@@ -315,12 +315,12 @@ def _stored_config(model_class: Any, name: str | os.PathLike, keywords: dict[str
         # The library's `from_pretrained` would make this class's configuration of any other one's fields.
         source = name if config is None else config
         config, rest = model_class.config_class.get_config_dict(source, **fetching_arguments(keywords))
-    found = config.get("model_type") if isinstance(config, dict) else config.model_type
+    model_type = config.get("model_type") if isinstance(config, dict) else config.model_type
     own = model_class.config_class.model_type
-    if found not in (None, own):
+    if model_type not in (None, own):
         raise ValueError(
-            f"{name} is of the model type {found!r}, {model_class.__name__} loads {own!r}: a checkpoint loads with "
-            "its own class or an Auto class, a base model with `from_base`"
+            f"{name} is of the model type {model_type!r}, {model_class.__name__} loads {own!r}: a checkpoint loads "
+            "with its own class or an Auto class, a base model with `from_base`"
         )
     return model_class.config_class.from_dict(config, **rest) if isinstance(config, dict) else config
 

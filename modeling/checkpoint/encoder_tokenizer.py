@@ -22,13 +22,13 @@ def encoders_tokenizer(
     is_needed: bool,
 ) -> PreTrainedTokenizerBase | None:
     """The encoder's tokenizer, if it has one and it makes other tokens than the base's, or is needed in any case."""
-    found = _tokenizer(encoder, encoder_loading)
-    if found is None or is_needed:
-        return found
+    tokenizer = _tokenizer(encoder, encoder_loading)
+    if tokenizer is None or is_needed:
+        return tokenizer
     other = _tokenizer(base, base_loading)
     probe = "The tokens of one text, 1 and 23."
-    same = other is not None and other.get_vocab() == found.get_vocab() and other(probe) == found(probe)
-    return None if same else found
+    same = other is not None and other.get_vocab() == tokenizer.get_vocab() and other(probe) == tokenizer(probe)
+    return None if same else tokenizer
 
 
 def load_encoder_tokenizer(

@@ -36,7 +36,7 @@ _TAKEN = (0.12, 0.5)
 _CHUNK = 1 << 20
 # Fields that change neither slots nor how they are read: where weights come from, what trains, how texts are worded,
 # how fast and in what type it computes, when a text ends.
-_BESIDE_MEMORIES = {
+_IGNORED_FOR_MEMORIES = {
     *("base_model_name_or_path", "base_model_revision", "encoder_name_or_path", "encoder_revision"),
     *("encoder_tokenizer", "compression_ratios", "trainable_parameters", "training_stage"),
     *("prompts", "prompt_format", "context_prefix", "bos_before_text"),
@@ -50,7 +50,7 @@ _BESIDE_MEMORIES = {
     *("output_hidden_states", "output_attentions", "return_dict"),
 }
 # Of these, what changes answers.
-_BESIDE_ANSWERS = _BESIDE_MEMORIES - {
+_IGNORED_FOR_ANSWERS = _IGNORED_FOR_MEMORIES - {
     *("prompts", "prompt_format", "context_prefix", "bos_before_text", "eos_token_id"),
 }
 
@@ -69,7 +69,7 @@ def weights_fingerprint(model: Any, of_answers: bool = False, stored: Mapping[st
         owner, _, own = name.rpartition(".")
         module = model.get_submodule(owner)
         with at_hand(module):
-            values = whole(module.get_parameter(own).detach())
+            values = full_tensor(module.get_parameter(own).detach())
         source = (stored or {}).get(name)
         if source is not None and source.shape == values.shape and source.to(values).equal(values):
             values = source.to(values.device)
@@ -110,23 +110,23 @@ def settings_fingerprint(config: PreTrainedConfig, of_answers: bool = False) -> 
 
     Fields with the values that their class gives them do not count: one that a later version adds changes no name.
     """
-    settings = _settings(config, _BESIDE_ANSWERS if of_answers else _BESIDE_MEMORIES)
+    settings = _settings(config, _IGNORED_FOR_ANSWERS if of_answers else _IGNORED_FOR_MEMORIES)
     if not of_answers and (config.has_frozen_memories or config.shared_adapter):
         settings.pop("decoder_lora", None)
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _settings(config: PreTrainedConfig, beside: set[str]) -> dict[str, Any]:
+def _settings(config: PreTrainedConfig, ignored: set[str]) -> dict[str, Any]:
     kind: Any = type(config)
     usual = _usual_settings(kind)
-    found = {}
+    settings = {}
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            found[name] = {"model_type": value.model_type, **_settings(value, beside)}
-        elif not name.startswith("_") and name not in beside and (name not in usual or value != usual[name]):
-            found[name] = value
-    return found
+            settings[name] = {"model_type": value.model_type, **_settings(value, ignored)}
+        elif not name.startswith("_") and name not in ignored and (name not in usual or value != usual[name]):
+            settings[name] = value
+    return settings
 
 
 @functools.cache
@@ -145,7 +145,7 @@ def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
     # Kinds take turns, from the first layers to the last.
     for index, kind in zip(range(count), itertools.cycle(kinds.values()), strict=False):
         parameter = kind[index * len(kind) // count]
-        rows = whole(parameter.detach()).reshape(-1, parameter.shape[-1])
+        rows = full_tensor(parameter.detach()).reshape(-1, parameter.shape[-1])
         for run in range(_RUNS):
             # Quantised matrices have one scale for 16 neighbours of a row or for more, from such a place on.
             start = run * (rows.shape[1] // (2 * _RUN)) * _RUN
@@ -175,17 +175,17 @@ def rounding(model: nn.Module, recorded: str, dtype: torch.dtype) -> tuple[float
     own = sample(model, torch.float32)
     if own.shape != expected.shape:
         return float("inf"), False
-    found = own.to(stored_as).float()
-    if found.equal(expected):
+    values = own.to(stored_as).float()
+    if values.equal(expected):
         return 0.0, False
     size = expected.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-    errors = (found - expected).flatten(1).norm(dim=1) / size
+    errors = (values - expected).flatten(1).norm(dim=1) / size
     # Norms are left as they are where matrices are rounded.
     error = float(errors.sum() / errors.count_nonzero().clamp(min=1))
-    if any(expected.to(kind).to(stored_as).float().equal(found) for kind in (torch.float16, torch.bfloat16)):
+    if any(expected.to(kind).to(stored_as).float().equal(values) for kind in (torch.float16, torch.bfloat16)):
         return error, False
     runs = own.flatten(0, 1), expected.flatten(0, 1)
-    differ = (found != expected).any(dim=2).flatten()
+    differ = (values != expected).any(dim=2).flatten()
     explained = []
     # Either model may be the rounded one.
     for rounded, other in (runs, runs[::-1]):
@@ -218,7 +218,7 @@ def all_weights(model: nn.Module, dtype: torch.dtype) -> str:
     """Sixteen hexadecimal digits from every bit of every parameter in a type."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
-        values = whole(parameter.detach()).to(dtype)
+        values = full_tensor(parameter.detach()).to(dtype)
         digest.update(f"{name}{tuple(values.shape)}{checksum(values)}".encode())
     return digest.hexdigest()[:16]
 
@@ -239,7 +239,7 @@ def checksum(tensor: Tensor) -> str | None:
     return hashlib.sha256(f"{sums.tolist()}{flat[in_words:].view(torch.uint8).tolist()}".encode()).hexdigest()[:16]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The tensor itself, gathered where FSDP has shared it out among processes."""
     if torch.distributed.is_available():
         from torch.distributed.tensor import DTensor

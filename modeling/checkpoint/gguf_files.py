@@ -49,10 +49,10 @@ def _pre_tokenizer(path: str) -> str | None:
     key = b"tokenizer.ggml.pre"
     # A reader of all metadata takes ten seconds over a vocabulary. Keys and texts stand behind their length.
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        found = data.find(struct.pack("<Q", len(key)) + key)
-        if found < 0:
+        offset = data.find(struct.pack("<Q", len(key)) + key)
+        if offset < 0:
             return None
-        start = found + 8 + len(key)
+        start = offset + 8 + len(key)
         kind, length = struct.unpack_from("<IQ", data, start)
         is_text = kind == 8
         return data[start + 12 : start + 12 + length].decode() if is_text else None

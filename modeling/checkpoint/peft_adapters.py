@@ -37,8 +37,8 @@ def put_adapter_on(model: Any, adapter: str | os.PathLike, name: str, trains: bo
     config = PeftConfig.from_pretrained(adapter, **fetching)
     config.inference_mode = not trains
     inject_adapter_in_model(config, model, name)
-    found = set_peft_model_state_dict(model, load_peft_weights(adapter, str(model.device), **fetching), name)
-    if unlike := [*found.unexpected_keys, *(key for key in found.missing_keys if f".{name}." in key)]:
+    keys = set_peft_model_state_dict(model, load_peft_weights(adapter, str(model.device), **fetching), name)
+    if unlike := [*keys.unexpected_keys, *(key for key in keys.missing_keys if f".{name}." in key)]:
         raise ValueError(f"the adapter {adapter} sits on other maps than it says, the first is {unlike[0]!r}")
     model._hf_peft_config_loaded = True
     model.train(model.training)
@@ -60,16 +60,16 @@ def load_peft_adapter(model: Any, adapter: str | os.PathLike, fetching: dict[str
     names = ("adapter_config.json", "adapter_model.safetensors")
     files = [cached_file(str(adapter), name, **fetching) for name in names]
     with open(files[0], encoding="utf-8") as file:
-        found = json.load(file)
+        stored = json.load(file)
     for field, value in {**_PLAIN, **dict.fromkeys(_ABSENT)}.items():
-        if (found.get(field) or None) != (value or None):
-            raise ValueError(f"the adapter {adapter} is not plain LoRA: {field} is {found[field]!r}, not {value!r}")
+        if (stored.get(field) or None) != (value or None):
+            raise ValueError(f"the adapter {adapter} is not plain LoRA: {field} is {stored[field]!r}, not {value!r}")
     name, settings = SHARED if model.config.shared_adapter else DECODER, model.config.decoder_lora
     if settings is None:
         raise ValueError(f"{type(model).__name__} has no adapter that could start as {adapter}: give `decoder_lora`")
-    given, own = (found["r"], found["lora_alpha"]), (settings["rank"], settings["alpha"])
-    if given != own:
-        raise ValueError(f"the adapter {adapter} has rank and alpha {given}, and the compressor's own {own}")
+    of_the_adapter, own = (stored["r"], stored["lora_alpha"]), (settings["rank"], settings["alpha"])
+    if of_the_adapter != own:
+        raise ValueError(f"the adapter {adapter} has rank and alpha {of_the_adapter}, and the compressor's own {own}")
     tensors, weights = load_file(files[1]), peft_weight_names(model.base_model.language_model, name)
     if unlike := sorted(tensors.keys() ^ weights.keys()):
         raise ValueError(f"the adapter {adapter} needs other `target_modules`: only one side has {unlike[0]!r}")

@@ -85,9 +85,9 @@ def pretrained_base(name: str | os.PathLike) -> Path:
     if os.path.isdir(name):
         return Path(name)
     name = os.fspath(name)
-    found = cached_base(name) or _hub_snapshot(name)
-    if found is not None:
-        return found
+    folder = cached_base(name) or _hub_snapshot(name)
+    if folder is not None:
+        return folder
     try:
         return _from_hub(name)
     except Exception as error:
@@ -127,10 +127,10 @@ def cached_base(name: str | os.PathLike | None) -> Path | None:
     if name is None or os.path.isdir(name):
         return None
     place = cache_place(os.fspath(name))
-    return place if is_whole(place) else None
+    return place if is_complete_base(place) else None
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete_base(folder: Path) -> bool:
     """Return whether a base's folder has weights and tokenizer; a load fetches only the files that it needs itself."""
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
@@ -242,7 +242,7 @@ def _hub_snapshot(name: str) -> Path | None:
         folder = Path(snapshot_download(name, local_files_only=True))
     except (OSError, HFValidationError):
         return None
-    return folder if is_whole(folder) else None
+    return folder if is_complete_base(folder) else None
 
 
 def _from_hub(name: str) -> Path:
@@ -303,9 +303,9 @@ def _dequantise(name: str, base: WheelBase, file: Path, folder: Path) -> None:
     from .gguf_files import gguf_arguments, gguf_tokenizer
 
     with file.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found != base.sha256:
-        raise OSError(f"{file.name} has the sha256 {found}, expected {base.sha256}")
+        sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+    if sha256 != base.sha256:
+        raise OSError(f"{file.name} has the sha256 {sha256}, expected {base.sha256}")
     logger.warning(f"dequantising {file.name}, once")
     model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.bfloat16, **gguf_arguments(file.name))
     tokenizer = gguf_tokenizer(file.parent, file.name)

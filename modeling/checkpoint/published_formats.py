@@ -158,7 +158,7 @@ def _500x_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
 
 def _500x_tensors(tensors: Tensors) -> Tensors:
     """The query map of the last layer bears on no key or value."""
-    last = max(int(found[1]) for name in tensors if (found := re.search(r"\.layers\.(\d+)\.", name)))
+    last = max(int(match[1]) for name in tensors if (match := re.search(r"\.layers\.(\d+)\.", name)))
     idle = re.compile(rf"\.layers\.{last}\.self_attn\.(?!k_proj|v_proj)")
     tensors = {name: tensor for name, tensor in tensors.items() if not idle.search(name)}
     return {**tensors, "memory_embeddings": tensors["memory_embeddings"][0]}
@@ -287,10 +287,10 @@ def convert(name: str, output: str | Path, base: str | None = None) -> str:
     place = Path(name) if Path(name).exists() else Path(snapshot_download(name))
     config, tensors = _read(place)
     names = "\n".join(["", *tensors])
-    found = next((key for key, form in FORMATS.items() if f"\n{form.marker}" in names), None)
-    if found is None:
+    format_name = next((key for key, form in FORMATS.items() if f"\n{form.marker}" in names), None)
+    if format_name is None:
         raise ValueError(f"{name} is in none of the known formats, {', '.join(FORMATS)}")
-    form = FORMATS[found]
+    form = FORMATS[format_name]
     tensors = form.prepare(tensors)
     renamed, others = _renamed(tensors, form)
     if others and form.base is None:
@@ -306,7 +306,7 @@ def convert(name: str, output: str | Path, base: str | None = None) -> str:
     card = ModelCard.load(output / "README.md")
     card.data.license = form.license
     card.save(output / "README.md")
-    return found
+    return format_name
 
 
 def _read(place: Path) -> tuple[dict[str, Any], Tensors]:
@@ -332,11 +332,11 @@ def _renamed(tensors: Tensors, form: Format) -> tuple[Tensors, Tensors]:
     """The method's tensors by their names here, and all others, but for those that are not needed."""
     renamed, others = {}, {}
     for key, tensor in tensors.items():
-        found = next((pair for pair in form.names if re.fullmatch(pair[0], key)), None)
-        if found is None:
+        names = next((pair for pair in form.names if re.fullmatch(pair[0], key)), None)
+        if names is None:
             others[key] = tensor
-        elif found[1] is not None:
-            renamed[re.sub(found[0], found[1], key)] = tensor
+        elif names[1] is not None:
+            renamed[re.sub(names[0], names[1], key)] = tensor
     return renamed, others
 
 

@@ -213,7 +213,7 @@ def _reached(modules: dict[Path, _Module], wanted: set[str]) -> set[_Statement]:
 
 
 def _texts(
-    modules: dict[Path, _Module], kept: set[_Statement], files: dict[Path, str], whole: set[str]
+    modules: dict[Path, _Module], kept: set[_Statement], files: dict[Path, str], uncut: set[str]
 ) -> dict[str, str]:
     """Return the text of each file by its name."""
     parts: dict[str, list[str]] = {}
@@ -232,7 +232,7 @@ def _texts(
                 written.append(statement)
             names.update(dict.fromkeys(statement.names, tree))
         if written:
-            cuts = path.stem not in whole
+            cuts = path.stem not in uncut
             texts = [_text(statement, cuts) for statement in written]
             title = f"# {path.parent.name}/{path.name}\n\n"
             parts.setdefault(file, []).append(title + _spaced(written, texts))

@@ -22,7 +22,7 @@ from ..parts.length_batches import length_batches
 from ..parts.position_layout import encoder_memory_ids
 from .chunking import Chunks, Slots, cut, gathered, join, with_markers
 from .pretrained_compressor import CompressorPreTrainedModel
-from .validation import TokenRows, check_context_length, check_ratios, check_together, token_rows
+from .validation import TokenRows, check_context_length, measure_rows, resolve_ratios, token_rows
 
 logger = logging.get_logger(__name__)
 
@@ -38,7 +38,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
     # or "kept", places of the context itself; see `slot_origins`.
     slot_origin: str | None = None
     # Whether `encode` needs all chunks of a row, also those without tokens behind the last one of a short row.
-    needs_whole_rows = False
+    reads_full_rows = False
     # Whether `encode` takes a list `own_losses`, to which it adds a loss of each row `(batch_size,)` while it trains.
     has_own_loss = False
     # Learned vectors in front of the slots of each chunk and behind them.
@@ -99,21 +99,21 @@ class CompressorBackbone(CompressorPreTrainedModel):
                 context longer than the encoder's positions.
             TypeError: an unknown argument, or a value of another type.
         """
-        beside = self.beside_contexts(unused) if unused else {}
+        extras = self.extra_inputs(unused) if unused else {}
         if unknown := set(unused) - {"token_type_ids"}:
             raise TypeError(f"compress() got unexpected arguments {sorted(unknown)}")
         ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
             context = self.context_rows(input_ids, attention_mask, chunk_lengths=chunk_lengths)
-            check_together(context)
-            memories = self.compress_rows(context, ratios, allow_untrained_ratio, **beside)
+            measure_rows(context)
+            memories = self.compress_rows(context, ratios, allow_untrained_ratio, **extras)
         # While a model trains its weights change, and so would the name of its memories.
         name = "" if self.training else self.model_id
         for memory in memories:
             memory.maker, memory.model_id = weakref.ref(self), name
         return memories if isinstance(ratio, (list, tuple)) else memories[0]
 
-    def beside_contexts(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
+    def extra_inputs(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
         """Take other inputs of the method, such as images, out of a call's arguments; by default none.
 
         Args:
@@ -122,37 +122,37 @@ class CompressorBackbone(CompressorPreTrainedModel):
         """
         return {}
 
-    def context_memory(self, context: TokenRows, ratio: Any, **beside: Any) -> CompressedContext:
+    def context_memory(self, context: TokenRows, ratio: Any, **extras: Any) -> CompressedContext:
         """Check contexts, and compress them into one memory without a name."""
-        check_together(context)
-        return self.compress_rows(context, [ratio], **beside)[0]
+        measure_rows(context)
+        return self.compress_rows(context, [ratio], **extras)[0]
 
     def text_rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> TokenRows:
-        """Return a text for [`check_together`]."""
+        """Return a text for [`measure_rows`]."""
         known = {"vocab_size": self.config.vocab_size, "task_token_ids": self.config.task_token_ids}
         return token_rows(input_ids, attention_mask, **known, needs_tokens=True)
 
     def context_rows(
         self, input_ids: Tensor, attention_mask: Tensor | None, name: str = "input_ids", chunk_lengths: Any = None
     ) -> TokenRows:
-        """Return contexts for [`check_together`]; task tokens belong to texts, and are unknown here."""
+        """Return contexts for [`measure_rows`]; task tokens belong to texts, and are unknown here."""
         vocab_size = self.config.get_encoder_config().vocab_size
         return token_rows(input_ids, attention_mask, name, vocab_size=vocab_size, chunk_lengths=chunk_lengths)
 
     def compress_rows(
-        self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False, **beside: Any
+        self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False, **extras: Any
     ) -> list[CompressedContext]:
-        """Return memories without a name of contexts that [`check_together`] has seen; no more waits for the
+        """Return memories without a name of contexts that [`measure_rows`] has seen; no more waits for the
         device."""
         config, is_key_values = self.config, self.config.carrier == "key_values"
         allow_untrained_ratio |= not config.is_trained
-        ratios = check_ratios(ratios, config.compression_ratios, context.input_ids, allow_untrained_ratio)
+        ratios = resolve_ratios(ratios, config.compression_ratios, context.input_ids, allow_untrained_ratio)
         chunks = self.chunks_of(context)
         chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
         encoded: Sequence[Slots]
         with at_hand(self):
             if chunks.input_ids.shape[1]:
-                encoded = self.encode_chunks(chunks, chunk_ratios, **beside)
+                encoded = self.encode_chunks(chunks, chunk_ratios, **extras)
             else:
                 encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
             around: Sequence[Tensor] = ()
@@ -182,14 +182,14 @@ class CompressorBackbone(CompressorPreTrainedModel):
             memories.append(memory)
         return memories
 
-    def encode_chunks(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
+    def encode_chunks(self, chunks: Chunks, ratios: Sequence[Any], **extras: Any) -> Sequence[Slots]:
         """Return the slots of all chunks. A pass reads chunks of similar lengths, a bounded number of tokens, none
         empty."""
         rows = [row for row, length in enumerate(chunks.lengths) if length]
-        if self.needs_whole_rows:
-            return self.slots_of(chunks, ratios, **beside)
+        if self.reads_full_rows:
+            return self.slots_of(chunks, ratios, **extras)
         # Other inputs, such as images, belong to all rows; processes that share weights make equal numbers of passes.
-        is_one_pass = bool(beside) or (torch.distributed.is_available() and torch.distributed.is_initialized())
+        is_one_pass = bool(extras) or (torch.distributed.is_available() and torch.distributed.is_initialized())
         # In training all activations are kept in any case.
         most_tokens = None if self.training or is_one_pass else self.tokens_at_once
         groups = [[0]]
@@ -197,21 +197,21 @@ class CompressorBackbone(CompressorPreTrainedModel):
             lengths = [chunks.lengths[row] for row in rows]
             groups = length_batches(lengths, None, most_tokens, math.inf if is_one_pass else _MOST_PADDING_OF_CHUNKS)
         if len(groups) == 1 and (chunks.chunks_per_row == 1 or len(rows) == len(chunks.lengths)):
-            return self.slots_of(chunks, ratios, **beside)
-        found = []
+            return self.slots_of(chunks, ratios, **extras)
+        passes = []
         for group in groups:
             some = [rows[place] for place in group]
             part, index = chunks.take(some), torch.tensor(some, device=chunks.starts.device)
             own = [ratio[index] if isinstance(ratio, Tensor) else ratio for ratio in ratios]
-            found.append(self.slots_of(part, own, **beside))
+            passes.append(self.slots_of(part, own, **extras))
         read = [rows[place] for group in groups for place in group]
         places = {row: place for place, row in enumerate(read)}
         order = [places.get(chunk, len(read)) for chunk in range(len(chunks.lengths))]
-        return [gathered(slots, order) for slots in zip(*found, strict=True)]
+        return [gathered(slots, order) for slots in zip(*passes, strict=True)]
 
-    def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
+    def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **extras: Any) -> Sequence[Slots]:
         """Return the slots of one pass as the memory holds them; arguments as of [`encode`]."""
-        return self.encode(chunks, ratios, **beside)
+        return self.encode(chunks, ratios, **extras)
 
     def kept_slots(self, chunks: Chunks, ratio: int | Tensor) -> list[int]:
         """Return the slots of each chunk that the memory holds: all of them, unless a method says otherwise."""
@@ -263,11 +263,11 @@ class CompressorBackbone(CompressorPreTrainedModel):
         """
         versions = tuple(version(parameter) for parameter in self.parameters())
         if self._fingerprint is None or self._fingerprint[0] != versions:
-            found = weights_fingerprint(self)
-            self._fingerprint = (versions, self._stored_fingerprints.get(found, found))
+            fingerprint = weights_fingerprint(self)
+            self._fingerprint = (versions, self._stored_fingerprints.get(fingerprint, fingerprint))
         return f"{self.config.model_type}:{self._fingerprint[1]}-{settings_fingerprint(self.config)}"
 
-    def made(self, memory: CompressedContext) -> bool:
+    def is_own_memory(self, memory: CompressedContext) -> bool:
         """Return whether a memory is this model's, or nothing tells whose it is."""
         name = memory.model_id
         if name and not self.training:
@@ -303,8 +303,8 @@ class CompressorHead(CompressorPreTrainedModel):
 
     def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
         """Return the library's value of a field: an argument, the caller's configuration, or else the model's."""
-        given = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
-        return getattr(self.generation_config, name, None) if given is None else given
+        value = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
+        return getattr(self.generation_config, name, None) if value is None else value
 
     def compress(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any

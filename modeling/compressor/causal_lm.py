@@ -23,7 +23,7 @@ from ..parts.lora import DECODER, check_adapters, merge_lora
 from ..parts.packing import left_padded
 from .backbone import CompressorHead
 from .modeling_compressor import CompressorModel
-from .validation import check_memory, check_source, check_together, token_rows
+from .validation import check_source, fitted_memory, measure_rows, token_rows
 
 
 class _TaskTokensAsBOS(LogitsProcessorList):
@@ -192,7 +192,7 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
             attention_mask = self._mask_of_pads(question, kwargs)
         if attention_mask is not None:
             rows = token_rows(question, attention_mask, needs_tokens=True)
-            check_together(rows)
+            measure_rows(rows)
             attention_mask = rows.attention_mask
             if not rows.is_full:
                 if size := self._setting("prefill_chunk_size", kwargs):
@@ -201,9 +201,9 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
                     kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
                 question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
         if context_input_ids is not None:
-            given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
-            beside = self.model.beside_contexts(kwargs, (question, attention_mask))
-            memory = self.model.context_memory(self.model.context_rows(*given), ratio, **beside)
+            contexts = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
+            extras = self.model.extra_inputs(kwargs, (question, attention_mask))
+            memory = self.model.context_memory(self.model.context_rows(*contexts), ratio, **extras)
         if memory is None and num_cached_slots(cache):
             raise ValueError(f"`cache` holds {num_cached_slots(cache)} slots: give their memory in place of it")
         if memory is not None:
@@ -212,7 +212,7 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
             for name in ("assistant_model", "assistant_early_exit"):
                 if self._setting(name, kwargs) is not None:
                     raise ValueError(f"`{name}` drafts without the memory: leave it out")
-            memory = check_memory(memory, self.model, question)
+            memory = fitted_memory(memory, self.model, question)
             kwargs["memory"] = memory
             if size := self._setting("prefill_chunk_size", kwargs):
                 kwargs["prefill_chunk_size"] = max(size, self.model.num_in_front(question))

@@ -332,8 +332,9 @@ class ContextCompressionQAPipeline(Pipeline):
             if self.model.config.is_encoder_decoder:
                 raise ValueError(f"the decoder of a {type(self.model).__name__} reads no documents, only memories")
             _check_documents(sources)
-            given = (self.model.config, self._question_tokenizer)
-            rows = [decoder_document_ids(*given, text, max_tokens) for text in sources]
+            rows = [
+                decoder_document_ids(self.model.config, self._question_tokenizer, text, max_tokens) for text in sources
+            ]
             rows = [[token for row in rows for token in row]] if join is True else rows
         texts = [self._texts(inputs["question"], inputs["messages"], prompt, row) for row in rows]
         compresses, (question_ids, asks_one) = name == "context" and not full_text, texts[0]
@@ -492,19 +493,19 @@ def _as_list(name: str, value: Any) -> tuple[list[Any], bool]:
     return [value], True
 
 
-def _with_defaults(given: Mapping[str, Any], pad_token_id: int | None) -> dict[str, Any]:
+def _with_defaults(arguments: Mapping[str, Any], pad_token_id: int | None) -> dict[str, Any]:
     """Complete arguments of `generate`, and a `generation_config` among them: a single greedy, short answer, whatever
     the model's own `generation_config` says."""
-    given = dict(given)
-    own = copy.deepcopy(given.pop("generation_config", None))
+    arguments = dict(arguments)
+    own = copy.deepcopy(arguments.pop("generation_config", None))
     defaults = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "pad_token_id": pad_token_id}
     defaults |= {"num_return_sequences": 1, "return_dict_in_generate": False}
     if own is None:
-        if given.get("max_length") is not None:
+        if arguments.get("max_length") is not None:
             del defaults["max_new_tokens"]
-        return defaults | given
-    given = own.update(**given)
+        return defaults | arguments
+    arguments = own.update(**arguments)
     if own.max_length is not None:
         del defaults["max_new_tokens"]
     own.update(**{name: value for name, value in defaults.items() if getattr(own, name) is None})
-    return {**given, "generation_config": own}
+    return {**arguments, "generation_config": own}

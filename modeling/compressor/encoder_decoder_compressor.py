@@ -23,10 +23,10 @@ from .question_conditioning import check_question, own_tokens, question_in_front
 from .validation import (
     cached_text_mask,
     check_keywords,
-    check_memory,
     check_source,
-    check_text_and_memory,
-    check_together,
+    fitted_memory,
+    fitted_text_and_memory,
+    measure_rows,
 )
 
 # What a caller may ask of encoder and decoder beside their last states.
@@ -39,7 +39,7 @@ def readable_slots(memory: CompressedContext) -> tuple[Tensor, Tensor]:
     A row without slots gets one of zeros. T5's key and value maps have no bias, so nothing comes of it: the row reads
     as if there were no cross-attention, alone as in a batch.
     """
-    slots: Tensor = memory.embeddings  # type: ignore[assignment]  # `check_memory` has looked at the carrier
+    slots: Tensor = memory.embeddings  # type: ignore[assignment]  # `fitted_memory` has looked at the carrier
     mask = memory.attention_mask
     if mask.shape[1] == 0:
         slots, mask = (torch.nn.functional.pad(x, (0,) * 2 * (x.dim() - 2) + (0, 1)) for x in (slots, mask))
@@ -90,10 +90,10 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             # The cache holds a row's pads in front.
             mask = cached_text_mask(attention_mask, input_ids, cached)
             mask = mask.sort(dim=1).values
-            memory = check_memory(memory, self.model, input_ids)
+            memory = fitted_memory(memory, self.model, input_ids)
         else:
             text = self.model.text_rows(input_ids, attention_mask)
-            memory, *_ = check_text_and_memory(text, memory, self.model)
+            memory, *_ = fitted_text_and_memory(text, memory, self.model)
             # Relative positions count places: no pad may stand between two tokens.
             sequence = pack(text.attention_mask[:, :0], text.attention_mask, is_full=text.is_full)
             input_ids, mask = sequence.arrange(text.input_ids), sequence.attention_mask
@@ -191,8 +191,8 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             outputs = self.text_states(input_ids, attention_mask, memory, cache, **decoding)
             slots = None if memory is None else memory.embeddings
         else:
-            given = (None if encoder_outputs is None else ratio, context_attention_mask, context_chunk_lengths)
-            check_source(None, None, *given)
+            others = (None if encoder_outputs is None else ratio, context_attention_mask, context_chunk_lengths)
+            check_source(None, None, *others)
             if encoder_outputs is None:
                 if input_ids is None:
                     raise ValueError("give a context: `input_ids`, `context_input_ids`, `memory` or `encoder_outputs`")
@@ -230,8 +230,8 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         """Compress contexts, given as to `context_rows`; return the encoder's outputs, too, if any of `_OUTPUTS` is
         asked for."""
         passes: list[Any] = []
-        beside = {"passes": passes, **asked} if any(asked.values()) else {}
-        memory = self.model.context_memory(self.model.context_rows(*context), ratio, **beside)
+        extras = {"passes": passes, **asked} if any(asked.values()) else {}
+        memory = self.model.context_memory(self.model.context_rows(*context), ratio, **extras)
         return memory, passes[0] if passes else BaseModelOutput()
 
     @torch.no_grad()
@@ -313,7 +313,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             num_rows = memory.batch_size if memory is not None else len(context[0])
             question, question_mask = torch.full((num_rows, 1), start, device=self.device), None
         rows = self.model.text_rows(question, question_mask)
-        check_together(rows)
+        measure_rows(rows)
         question, question_mask = rows.input_ids, rows.attention_mask
         encoder: Any = BaseModelOutput()
         if memory is None:
@@ -322,9 +322,9 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             source = (*context, "context_input_ids", chunk_lengths)
             memory, encoder = self._encoded(self._asked(kwargs), ratio, *source)
         elif in_encoder:
-            memory = check_memory(memory, self.model, question)
+            memory = fitted_memory(memory, self.model, question)
             check_question(memory, question, own_tokens(question, question_mask, self.config))
-        memory, *_ = check_text_and_memory(rows, memory, self.model)
+        memory, *_ = fitted_text_and_memory(rows, memory, self.model)
         ids, mask = with_start(question, question_mask, self.config)
         if in_encoder:
             ids, mask = question.new_full((len(question), 1), start), question_mask.new_ones(len(question), 1)

@@ -115,8 +115,8 @@ class KeyValueSelectionModel(CompressorModel):
         border, cache = ids.shape[1] - min(self.num_last_tokens, ids.shape[1]), DynamicCache()
 
         def read(reader: CompressorModel, start: int, end: int, **wanted: Any) -> Any:
-            given = {"attention_mask": mask[:, :end], "position_ids": position_ids[:, start:end], **wanted}
-            return reader.encoder_outputs(ids[:, start:end], cache=cache, **given)
+            arguments = {"attention_mask": mask[:, :end], "position_ids": position_ids[:, start:end], **wanted}
+            return reader.encoder_outputs(ids[:, start:end], cache=cache, **arguments)
 
         if border:
             read(self, 0, border)

@@ -40,10 +40,10 @@ from .validation import (
     TokenRows,
     cached_text_mask,
     check_keywords,
-    check_memory,
     check_source,
-    check_text_and_memory,
-    check_together,
+    fitted_memory,
+    fitted_text_and_memory,
+    measure_rows,
     warn_about_positions,
 )
 
@@ -165,8 +165,8 @@ class CompressorModel(CompressorBackbone):
 
     # --- slots ---
 
-    def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
-        slots = self.encode(chunks, ratios, **beside)
+    def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **extras: Any) -> Sequence[Slots]:
+        slots = self.encode(chunks, ratios, **extras)
         if not self.config.embedding_residual:
             return slots
         embeddings = self._embed_text(chunks.input_ids).float()
@@ -270,9 +270,9 @@ class CompressorModel(CompressorBackbone):
                 "training without a context: rows bring no `context_input_ids` and no `memory`, so that nothing is "
                 "compressed and the language model reads the text alone; see `CompressionCollator`"
             )
-        beside = self.beside_contexts(kwargs) if kwargs else {}
-        if beside and context_input_ids is None:
-            raise ValueError(f"`{'`, `'.join(beside)}` must come with `context_input_ids`, and there are none")
+        extras = self.extra_inputs(kwargs) if kwargs else {}
+        if extras and context_input_ids is None:
+            raise ValueError(f"`{'`, `'.join(extras)}` must come with `context_input_ids`, and there are none")
         cache = past_key_values if cache is None else cache
         is_cached = cache is not None and bool(cache.get_seq_length())
         # Checkpointed layers take no cache that is written to, and would silently do without the memory in it.
@@ -282,11 +282,11 @@ class CompressorModel(CompressorBackbone):
             cache, use_cache = None, False
         context, sequence = None, None
         if context_input_ids is not None:
-            given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
-            context = self.context_rows(*given)
+            contexts = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
+            context = self.context_rows(*contexts)
         if is_cached:
             if context is not None:
-                memory = self.context_memory(context, ratio, **beside)
+                memory = self.context_memory(context, ratio, **extras)
             if memory is None and (number := num_cached_slots(cache)):
                 raise ValueError(
                     f"`cache` holds the {number} slots of a memory: give the memory, too, and `text_position_offset`"
@@ -297,7 +297,7 @@ class CompressorModel(CompressorBackbone):
             # One that has been emptied may have held a memory.
             note_cached_pairs(cache, None)
             text = self.text_rows(input_ids, attention_mask)
-            memory, is_full, longest = self._checked_memory(text, memory, context, ratio, beside)
+            memory, is_full, longest = self._checked_memory(text, memory, context, ratio, extras)
             # A cache's places are counted by the memory's.
             width = longest if cache is None and use_cache is False else None
             inputs, sequence = self.first_inputs(text, position_ids, memory, text_position_offset, is_full, width)
@@ -328,21 +328,21 @@ class CompressorModel(CompressorBackbone):
         memory: CompressedContext | None,
         context: TokenRows | None,
         ratio: Any,
-        beside: dict[str, Any],
+        extras: dict[str, Any],
     ) -> tuple[CompressedContext | None, bool, int | None]:
         """Check a text and what stands in front of it by one wait for the device; compress a context. Returns as
-        [`check_text_and_memory`]."""
+        [`fitted_text_and_memory`]."""
         if memory is not None:
-            return check_text_and_memory(text, memory, self)
+            return fitted_text_and_memory(text, memory, self)
         if context is None and torch.compiler.is_exporting():
             # A graph has no values to check.
             return None, True, None
-        check_together(*[text] if context is None else [context, text])
+        measure_rows(*[text] if context is None else [context, text])
         if context is None:
             return None, True, None
-        memory = self.compress_rows(context, [ratio], **beside)[0]
+        memory = self.compress_rows(context, [ratio], **extras)[0]
         counts = memory.slot_counts
-        memory = check_memory(memory, self, text.input_ids)
+        memory = fitted_memory(memory, self, text.input_ids)
         of_rows = counts * (len(text.lengths) // len(counts))
         longest = max(num_slots + length for num_slots, length in zip(of_rows, text.lengths, strict=True))
         return memory, min(counts) == max(counts), longest

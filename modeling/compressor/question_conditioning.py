@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..memory.compressed_context import CompressedContext
 from ..parts.packing import left_padded
-from .validation import TokenRows, check_together, token_rows
+from .validation import TokenRows, measure_rows, token_rows
 
 
 def question_rows(
@@ -25,7 +25,7 @@ def question_rows(
             "the decoder, `generate(question, memory=memory)`"
         )
     asked = token_rows(input_ids, attention_mask, name, vocab_size=vocab_size, needs_tokens=True)
-    check_together(asked)
+    measure_rows(asked)
     if len(input_ids) not in (1, num_contexts):
         raise ValueError(f"`{name}` has {len(input_ids)} rows, `input_ids` has {num_contexts}")
     return asked

@@ -20,7 +20,7 @@ from ..memory.memory_validation import check_served_form
 from ..parts.base_precision import embedding_scale
 from ..parts.lora import DECODER, SHARED
 from ..parts.prompting import message_ids
-from .validation import check_text_and_memory
+from .validation import fitted_text_and_memory
 
 if TYPE_CHECKING:
     from ..memory.compressed_context import CompressedContext
@@ -43,7 +43,7 @@ def prompt_embeds(
     backbone = model.base_model
     ids = message_ids(model.config, tokenizer, messages)
     text = backbone.text_rows(torch.tensor([ids], device=model.device), None)
-    memory, is_full, _ = check_text_and_memory(text, memory, backbone)
+    memory, is_full, _ = fitted_text_and_memory(text, memory, backbone)
     inputs, _ = backbone.first_inputs(text, None, memory, None, is_full)
     return inputs["inputs_embeds"][0, inputs["attention_mask"][0].bool()]
 
@@ -119,8 +119,8 @@ def _save_adapter(model: Any, folder: Path) -> None:
     if config.shared_adapter and config.decoder_adapter is not None:
         raise ValueError("the decoder reads with two adapters, one of them shared: write it whole (merged)")
     name = SHARED if config.shared_adapter else DECODER
-    found = peft_weight_names(backbone, name)
-    weights = {key: weight.detach().cpu().contiguous() for key, weight in found.items()}
+    parameters = peft_weight_names(backbone, name)
+    weights = {key: weight.detach().cpu().contiguous() for key, weight in parameters.items()}
     settings = config.decoder_lora
     adapter = LoraConfig(
         r=settings["rank"],

@@ -36,7 +36,7 @@ class TokenRows:
         task_token_ids: the method's own special tokens, which are known, too.
         needs_tokens: whether every row must have a token.
         passages: tokens of each passage of each row; `None`: the rows are not made of passages.
-        lengths: real tokens of each row, which [`check_together`] counts.
+        lengths: real tokens of each row, which [`measure_rows`] counts.
     """
 
     name: str
@@ -84,7 +84,7 @@ def token_rows(
     return TokenRows(name, input_ids, mask, vocab_size, task_token_ids or {}, needs_tokens, passages)
 
 
-def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]:
+def measure_rows(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]:
     """Check the values of all inputs by one wait for the device, and note the lengths of their rows.
 
     Afterwards ids are 0 at pads: a tokenizer's pad id may lie outside the model's table.
@@ -136,7 +136,9 @@ def cached_text_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) ->
     return (mask != 0).long()
 
 
-def check_ratios(ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> list[Any]:
+def resolve_ratios(
+    ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool
+) -> list[Any]:
     """Return ratios as ints or LongTensors `(batch_size,)`; `None` becomes the first trained one."""
     checked: list[Any] = []
     for ratio in ratios:
@@ -210,11 +212,11 @@ def check_source(
             raise ValueError(f"`{name}` belongs to `context_input_ids`, which are not given: leave it out{advice}")
 
 
-def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContext:
+def fitted_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContext:
     """Return the memory with a row for each row of `input_ids`, on the model's device and of its dtype."""
     if not is_memory(memory):
         raise TypeError(f"`memory` must be a CompressedContext, as `compress` returns it, got {type(memory).__name__}")
-    if not model.made(memory):
+    if not model.is_own_memory(memory):
         maker = f"the model {memory.model_id}" if memory.model_id else "another model, in training mode"
         raise ValueError(f"`memory` was made by {maker}, not by this one, {model.model_id}")
     num_texts = len(input_ids)
@@ -226,12 +228,12 @@ def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContex
     return memory if memory.batch_size == num_texts else memory.repeat_interleave(num_texts)
 
 
-def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[CompressedContext, bool, int]:
+def fitted_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[CompressedContext, bool, int]:
     """Check a text and the memory in front of it by one wait for the device, and return the memory, whether all of its
     slots are real, and the slots and text tokens of the longest row."""
-    memory = check_memory(memory, model, text.input_ids)
+    memory = fitted_memory(memory, model, text.input_ids)
     longest = (memory.num_slots + text.attention_mask.sum(dim=1)).max()
-    all_real, longest = check_together(text, also=[memory.attention_mask.all(), longest])
+    all_real, longest = measure_rows(text, also=[memory.attention_mask.all(), longest])
     return memory, bool(all_real), longest
 
 

@@ -88,6 +88,6 @@ def check_range(memory: Any, dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     for tensor in carrier_tensors(memory) if largest < torch.finfo(memory.dtype).max else ():
         magnitudes = tensor.detach().abs()
-        found = magnitudes.where(magnitudes.isfinite(), 0).max().item() if tensor.numel() else 0.0
-        if found > largest:
-            raise ValueError(f"the memory holds values up to {found:.4g}, {dtype} ends at {largest:.4g}")
+        largest_value = magnitudes.where(magnitudes.isfinite(), 0).max().item() if tensor.numel() else 0.0
+        if largest_value > largest:
+            raise ValueError(f"the memory holds values up to {largest_value:.4g}, {dtype} ends at {largest:.4g}")

@@ -20,9 +20,9 @@ from .memory_validation import is_memory
 Memory = Any
 
 
-def concatenate_memories(given: Iterable[Memory]) -> Memory:
+def concatenate_memories(values: Iterable[Memory]) -> Memory:
     """See `CompressedContext.concatenate`."""
-    memories = _checked("concatenate", given)
+    memories = _checked("concatenate", values)
     first = memories[0]
     if len(memories) == 1:
         return first
@@ -67,9 +67,9 @@ def concatenate_memories(given: Iterable[Memory]) -> Memory:
     )
 
 
-def stack_memories(given: Iterable[Memory]) -> Memory:
+def stack_memories(values: Iterable[Memory]) -> Memory:
     """See `CompressedContext.stack`."""
-    memories = _checked("stack", given, keeps_keys=True)
+    memories = _checked("stack", values, keeps_keys=True)
     first = memories[0]
     if len(memories) == 1:
         return first
@@ -93,8 +93,8 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
 
 def _of_pairs(memories: Sequence[Memory], joined: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor | None]:
     """Join the fields with an entry for each pair; `None` where a memory has none."""
-    found = {name: [vars(memory)[name] for memory in memories] for name in PAIR_FIELDS}
-    return {name: None if any(t is None for t in each) else joined(each) for name, each in found.items()}
+    fields = {name: [vars(memory)[name] for memory in memories] for name in PAIR_FIELDS}
+    return {name: None if any(t is None for t in each) else joined(each) for name, each in fields.items()}
 
 
 def _maker(memories: Sequence[Memory]) -> Any:
@@ -118,11 +118,11 @@ def _in_one_form(memories: Sequence[Memory], keeps_keys: bool) -> Sequence[Memor
     return [memory.to(dtype=dtype) if memory.dtype in quantized else memory for memory in memories]
 
 
-def _checked(how: str, given: Any, keeps_keys: bool = False) -> Sequence[Memory]:
+def _checked(how: str, values: Any, keeps_keys: bool = False) -> Sequence[Memory]:
     """Return memories to "concatenate" or "stack" in one form; `TypeError` or `ValueError` unless they fit."""
-    memories: Sequence[Memory] = list(given) if isinstance(given, Iterable) else [None]
+    memories: Sequence[Memory] = list(values) if isinstance(values, Iterable) else [None]
     if not all(map(is_memory, memories)):
-        raise TypeError(f"{how} takes CompressedContext objects, got {given!r}")
+        raise TypeError(f"{how} takes CompressedContext objects, got {values!r}")
     if not memories:
         raise ValueError(f"{how} needs at least one memory")
     makers = [memory.maker() for memory in memories if memory.maker is not None and not memory.model_id]

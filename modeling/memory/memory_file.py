@@ -165,9 +165,9 @@ def _checked_header(header_bytes: bytes, path: Path) -> dict[str, str]:
         raise ValueError(f"{path} is not a memory file, or its header was altered") from error
     if not is_ours:
         raise ValueError(f"{path} is not a memory file: its format is {metadata['format']!r}, expected {FORMAT!r}")
-    file_size, whole_size = path.stat().st_size, 8 + len(header_bytes) + data_size
-    if file_size < whole_size:
-        raise ValueError(f"{path} is truncated: it has {file_size} of {whole_size} bytes")
+    file_size, expected_size = path.stat().st_size, 8 + len(header_bytes) + data_size
+    if file_size < expected_size:
+        raise ValueError(f"{path} is truncated: it has {file_size} of {expected_size} bytes")
     return metadata
 
 

@@ -35,8 +35,8 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     for name, shape in shapes.items():
         tensor = vars(memory)[name]
         if not isinstance(tensor, Tensor) or tensor.dtype not in _ID_DTYPES:
-            found = tensor.dtype if isinstance(tensor, Tensor) else repr(tensor)
-            raise TypeError(f"{name} must be an integer tensor, got {found}")
+            kind = tensor.dtype if isinstance(tensor, Tensor) else repr(tensor)
+            raise TypeError(f"{name} must be an integer tensor, got {kind}")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} to fit the {memory.carrier}, got {tuple(tensor.shape)}")
     if memory.position_layout not in POSITION_LAYOUTS:
@@ -75,8 +75,8 @@ def _checked_carrier(memory: Any) -> list[Tensor]:
     shapes = {(*tensor.shape[:-1], width_of(tensor)) for tensor in tensors}
     dtypes = {(keys.dtype, values.dtype) for keys, values in pairs}
     if len(shapes) > 1 or len(dtypes) > 1 or any(keys != dtype_of_keys(values) for keys, values in dtypes):
-        found = ", ".join(sorted(map(str, shapes | dtypes)))
-        raise ValueError(f"key_values must have one shape and dtype in all layers, got {found}")
+        kinds = ", ".join(sorted(map(str, shapes | dtypes)))
+        raise ValueError(f"key_values must have one shape and dtype in all layers, got {kinds}")
     if memory.scales is not None:
         wanted = [((*tensor.shape[:-1], num_blocks(width_of(tensor))), torch.float16) for tensor in tensors]
         if [(tuple(scales.shape), scales.dtype) for scales in scale_tensors(memory)] != wanted:

@@ -19,13 +19,13 @@ _WEIGHTS = "_context_compressor_trained_and_frozen"
 
 def note_trained_weights(backbone: nn.Module) -> None:
     """Keep in mind one map with a weight of the base's own that trains, and one that stays frozen."""
-    found: dict[bool, tuple[nn.Module, str]] = {}
+    examples: dict[bool, tuple[nn.Module, str]] = {}
     for path, module in backbone.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_floating_point() and ".lora_" not in path:
-                found.setdefault(parameter.requires_grad, (module, name))
+                examples.setdefault(parameter.requires_grad, (module, name))
     # Where they are, not the weights themselves: loading puts others in their place.
-    backbone.__dict__[_WEIGHTS] = (found[True], found[False]) if len(found) == 2 else None
+    backbone.__dict__[_WEIGHTS] = (examples[True], examples[False]) if len(examples) == 2 else None
 
 
 def trained_base_weights(model: Any) -> list[str]:

@@ -198,10 +198,10 @@ def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[No
     Adapters of somebody else (e.g. `peft.get_peft_model` over the compressor) stay active, unless they were switched
     off. `None`: none of this project's adapters is active.
     """
-    found: Any = vars(model).get(PASSES)
-    if found is None:
+    noted: Any = vars(model).get(PASSES)
+    if noted is None:
         return nullcontext()
-    passes, layer = found
+    passes, layer = noted
     foreign: list[str] = []
     if not layer._disable_adapters:
         # PEFT switches all layers together, also those that have no adapter of the name.

@@ -16,7 +16,7 @@ from .optimal_transport_triton import fits, fused_gradients, fused_solve
 
 # Largest cost / epsilon, less a row's least: scalings over masses then stay between exp(-2 L) / receivers and
 # exp(2 L) * receivers, well within the range of the dtype for these L.
-_MOST_SPREAD = {torch.float32: 30.0, torch.float64: 250.0}
+_MAX_COST_RANGE = {torch.float32: 30.0, torch.float64: 250.0}
 # Entries of a block of windows that goes through all iterations at once on a CPU: what its caches hold.
 _BLOCK_ENTRIES = 2**20
 
@@ -58,7 +58,9 @@ def sinkhorn(
     if not cost.numel():
         return cost.clone()
     dtype = functools.reduce(torch.promote_types, (source_mass.dtype, target_mass.dtype, torch.float32), cost.dtype)
-    if (_spread(cost, source_mass, target_mass) if max_cost is None else max_cost) > epsilon * _MOST_SPREAD[dtype]:
+    if (_cost_range(cost, source_mass, target_mass) if max_cost is None else max_cost) > epsilon * _MAX_COST_RANGE[
+        dtype
+    ]:
         dtype = torch.float64
     tensors = [
         cost.to(dtype).reshape(-1, *cost.shape[-2:]),
@@ -74,7 +76,7 @@ def sinkhorn(
     return plan.to(cost.dtype).reshape(cost.shape)
 
 
-def _spread(cost: Tensor, source_mass: Tensor, target_mass: Tensor) -> float:
+def _cost_range(cost: Tensor, source_mass: Tensor, target_mass: Tensor) -> float:
     """Most by which the costs of a row differ between senders and receivers with mass."""
     is_path = (source_mass > 0)[..., None] & (target_mass > 0)[..., None, :]
     cost = cost.detach()
@@ -183,7 +185,7 @@ def _prepared(cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: 
         source = source.masked_fill(is_dead, 1 / source.shape[1])
         target = target.masked_fill(is_dead, 1 / target.shape[1])
         total = total.masked_fill(is_dead, 0)
-    kernel = scores.clamp_(min=-_MOST_SPREAD[scores.dtype]).exp_()
+    kernel = scores.clamp_(min=-_MAX_COST_RANGE[scores.dtype]).exp_()
     return _Problem(kernel, source[:, None], target[:, None], total[:, None])
 
 

@@ -20,10 +20,10 @@ def uniform_memory_ids(
     Returns:
         A LongTensor `(num_memory_tokens,)`, ascending, within the context's ids, which run from `start_id`.
     """
-    return _spread_ids(start_id, num_tokens, num_memory_tokens, torch.arange(num_memory_tokens, device=device))
+    return _uniform_ids(start_id, num_tokens, num_memory_tokens, torch.arange(num_memory_tokens, device=device))
 
 
-def _spread_ids(
+def _uniform_ids(
     start_id: int | Tensor, num_tokens: int | Tensor, num_memory_tokens: int | Tensor, steps: Tensor
 ) -> Tensor:
     """Ids of the memory tokens `steps` by Algorithm 1; all arguments broadcast.
@@ -50,8 +50,8 @@ def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: 
     """
     steps = torch.arange(width, device=counts.device)
     lengths, counts, starts = lengths[:, None], counts[:, None], starts[:, None]
-    spread_ids = _spread_ids(starts + 1, lengths, counts.clamp(min=1), steps)
-    return (lengths + steps if layout == "default" else spread_ids) * (steps < counts)
+    uniform_ids = _uniform_ids(starts + 1, lengths, counts.clamp(min=1), steps)
+    return (lengths + steps if layout == "default" else uniform_ids) * (steps < counts)
 
 
 def encoder_position_ids(

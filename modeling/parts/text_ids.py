@@ -39,11 +39,9 @@ def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: i
         size = _CHARACTERS_PER_TOKEN * (most + _MORE_TOKENS)
         starts = encode_all(tokenizer, [text[:size] for text in texts])
         # Where the start ends inside a word, its last tokens are not the text's.
-        is_whole = [
-            len(text) <= size or len(ids) >= most + _MORE_TOKENS for text, ids in zip(texts, starts, strict=True)
-        ]
         return [
-            ids if whole else encode(tokenizer, text) for text, ids, whole in zip(texts, starts, is_whole, strict=True)
+            ids if len(text) <= size or len(ids) >= most + _MORE_TOKENS else encode(tokenizer, text)
+            for text, ids in zip(texts, starts, strict=True)
         ]
     fast = _backend(tokenizer)
     if fast is not None and fast.truncation is None and fast.padding is None:
@@ -74,11 +72,11 @@ def context_end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _around_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    whole, plain = tokenizer("a").input_ids, encode(tokenizer, "a")
-    for start in range(len(whole) - len(plain) + 1):
+    full, plain = tokenizer("a").input_ids, encode(tokenizer, "a")
+    for start in range(len(full) - len(plain) + 1):
         end = start + len(plain)
-        if whole[start:end] == plain:
-            return whole[:start], whole[end:]
+        if full[start:end] == plain:
+            return full[:start], full[end:]
     return [], []
 
 
@@ -115,10 +113,10 @@ def prefix_ids(tokenizer: PreTrainedTokenizerBase, prefix: str) -> list[int]:
 
 def kept_text_tokenizer(tokenizer: PreTrainedTokenizerBase, splits: bool = True) -> PreTrainedTokenizerBase:
     """`text_tokenizer`, made once: a copy takes a thousand times as long as the encoding of a question."""
-    found = _COPIES[splits].get(tokenizer)
-    if found is None or len(found) != len(tokenizer):
-        found = _COPIES[splits][tokenizer] = text_tokenizer(tokenizer, splits)
-    return found
+    copied = _COPIES[splits].get(tokenizer)
+    if copied is None or len(copied) != len(tokenizer):
+        copied = _COPIES[splits][tokenizer] = text_tokenizer(tokenizer, splits)
+    return copied
 
 
 def check_texts(name: str, texts: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ from context_compressors import (
     cli,
 )
 from context_compressors.data.document_ids import TrainingDocuments
-from context_compressors.hub_cards.repository import check_files
+from context_compressors.hub_cards.repository import select_files
 
 LORA = {"rank": 4, "alpha": 8.0}
 FILES = {
@@ -64,7 +64,7 @@ def test_merged_or_as_an_adapter_it_is_the_decoder(small_checkpoints, tmp_path, 
     for form, names in FILES.items():
         assert sorted(path.name for path in (tmp_path / form).iterdir()) == names
     # Nothing of this machine is in them.
-    check_files(tmp_path / "merged")
+    select_files(tmp_path / "merged")
     assert str(tmp_path.parent) not in (tmp_path / "lora" / "adapter_config.json").read_text(encoding="utf-8")
     ids = tokenizer("The keeper of the lighthouse kept eleven hives of bees.", return_tensors="pt").input_ids
     wanted, untouched = model(ids).logits, AutoModelForCausalLM.from_pretrained(base)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from context_compressors.hub_cards.repository import build_repository, check_files
+from context_compressors.hub_cards.repository import build_repository, select_files
 
 pytest.importorskip("detect_secrets")
 pytestmark = pytest.mark.usefixtures("no_connection")
@@ -21,10 +21,10 @@ _DRAWN = "k3Jx9QmZ7rTb2VnL8wYc5HsD"
 def test_what_this_package_does_not_write_is_left_out_unless_it_is_named(without_code, name):
     (without_code / name).write_text("in /home/nora/run")
     (without_code / "__pycache__").mkdir()
-    paths, left_out = check_files(without_code)
+    paths, left_out = select_files(without_code)
     assert Path(name) not in paths
     assert left_out == sorted([name, "__pycache__/"])
-    paths, left_out = check_files(without_code, [name])
+    paths, left_out = select_files(without_code, [name])
     assert Path(name) in paths
     assert left_out == ["__pycache__/"]
 
@@ -65,7 +65,7 @@ def test_secrets_and_paths_are_named(without_code, text, kind):
         if is_ours or name == "README.md":
             (without_code / name).write_text(content)
             with pytest.raises(ValueError, match=rf"^{name} (holds|names) .*{kind}"):
-                check_files(without_code)
+                select_files(without_code)
             (without_code / name).unlink()
 
 
@@ -77,7 +77,7 @@ def test_ordinary_text_passes(without_code):
         ' hf_oauth_callback_of_a_space, <b>x</b>/y, POST /v1/memories, #!/usr/bin/env python, "Owner-1/Model-2B"'
     )
     (without_code / "training_summary.json").write_text(json.dumps({"prompt": "Q:\nWho?\nA:"}))
-    assert {Path("NOTICE.txt"), Path("training_summary.json")} <= set(check_files(without_code)[0])
+    assert {Path("NOTICE.txt"), Path("training_summary.json")} <= set(select_files(without_code)[0])
 
 
 def test_the_names_of_weights_and_texts_of_a_picture_are_searched(without_code):
@@ -89,11 +89,11 @@ def test_the_names_of_weights_and_texts_of_a_picture_are_searched(without_code):
         described.add_text("Source", text)
         Image.new("L", (2, 2)).save(without_code / "scores.png", pnginfo=described)
         if text == "from here":
-            assert {Path("model-2.safetensors"), Path("scores.png")} <= set(check_files(without_code)[0])
+            assert {Path("model-2.safetensors"), Path("scores.png")} <= set(select_files(without_code)[0])
             return
         for name in ("model-2.safetensors", "scores.png"):
             with pytest.raises(ValueError, match=rf"^{name} names a place on one machine, /home/nora"):
-                check_files(without_code, {"model-2.safetensors", "scores.png"} - {name})
+                select_files(without_code, {"model-2.safetensors", "scores.png"} - {name})
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
@@ -102,7 +102,7 @@ def test_code_of_another_repository_is_refused(without_code, name):
     content = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**content, "auto_map": {"AutoTokenizer": [None, "someone/else--tokens.Tokenizer"]}}))
     with pytest.raises(ValueError, match=rf"^{name} runs code of another repository, someone/else--tokens.Tokenizer"):
-        check_files(without_code)
+        select_files(without_code)
 
 
 @pytest.mark.slow

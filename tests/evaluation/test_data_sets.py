@@ -15,7 +15,7 @@ from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.data.rows import read_rows
 from context_compressors.data.sources import DataSource
 from context_compressors.evaluation.data_sets import load_datasets, source_in_report
-from context_compressors.evaluation.held_out import check_sources
+from context_compressors.evaluation.held_out import compare_sources
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
 from context_compressors.evaluation.settings import EvaluationSettings
 
@@ -72,10 +72,10 @@ def test_windows_count_as_the_documents_that_they_name(tokenizer, tmp_path):
     seen = {"ours": TrainingDocuments(trained={document_id(whole)})}
     samples = {data.name: builder.build(data, SUMMARIZATION)}
     with pytest.raises(ValueError, match=r"1 of 4 documents of 'windows' trained ours \(samples 0\)"):
-        check_sources(samples, seen)
+        compare_sources(samples, seen)
     seen = {"ours": TrainingDocuments(trained={document_id(windows[1]["context"])})}
     with pytest.raises(ValueError, match=r"1 of 4 documents of 'windows' trained ours \(samples 20\)"):
-        check_sources(samples, seen)
+        compare_sources(samples, seen)
     with pytest.raises(ValueError, match="source_texts must be a list of whole texts, got 'The harbour of"):
         builder.build(EvaluationDataset("windows", [{**other, "source_texts": whole}]), QA)
 

@@ -6,7 +6,7 @@ from naive_twin import QA, RECONSTRUCTION, ROWS, SUMMARIZATION
 
 from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.evaluation.evaluate import evaluate_model
-from context_compressors.evaluation.held_out import check_sources
+from context_compressors.evaluation.held_out import compare_sources
 from context_compressors.evaluation.report_tables import report_markdown
 from context_compressors.evaluation.samples import EvaluationDataset, Sample
 from context_compressors.evaluation.settings import EvaluationSettings
@@ -56,7 +56,7 @@ def test_documents_that_trained_or_chose_are_refused_by_name_or_named_in_the_rep
     assert report.held_out["ours"] == {"record": "whole", "trained": 3, "chose": 1, "shared": shared}
     # Each task may have drawn other documents.
     texts = {place: Sample([1], [], [1], ["a"], source_ids=(document_id(ROWS[place]["context"]),)) for place in (0, 1)}
-    both = check_sources({"tiny": list(texts.values())}, {"ours": records["ours"]}, allow_shared=True)
+    both = compare_sources({"tiny": list(texts.values())}, {"ours": records["ours"]}, allow_shared=True)
     assert both["ours"]["shared"] == {"tiny": {"trained": 2, "chose": 1}}
     text = report_markdown(report)
     assert "**Not held out**" in text

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from context_compressors import RankedKeyValuesForCausalLM, cli
 from context_compressors.hub_cards.cards import write_card
-from context_compressors.modeling.compressor.validation import check_together
+from context_compressors.modeling.compressor.validation import measure_rows
 from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.train import build_trainer, main
 
@@ -56,7 +56,7 @@ def test_fitted_scorers_are_the_ridge_regression_of_the_second_readings_attentio
     inputs, targets = [], []
     for row, real in zip(ids, mask.bool(), strict=True):
         context = model.model.context_rows(row[real][None], None)
-        check_together(context)
+        measure_rows(context)
         chunks = model.model.chunks_of(context)
         key_values, states = model.model._read(chunks)
         inputs.append(torch.cat(states).double())
