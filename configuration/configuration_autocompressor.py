@@ -110,10 +110,10 @@ class AutoCompressorConfig(MemoryTokensConfig):
 
     def compression_flops(self, num_context_tokens: int, ratio: int) -> int:
         """Operations of compressing one context: each segment is read behind the summaries so far."""
-        rows = self._rows(num_context_tokens, ratio, 0)
+        rows = self._segment_places(num_context_tokens, ratio, 0)
         return sum(stack_flops(self.get_encoder_config(), places) for places in rows)
 
-    def _rows(self, num_tokens: int, ratio: int, first: int) -> Iterator[int]:
+    def _segment_places(self, num_tokens: int, ratio: int, first: int) -> Iterator[int]:
         """Places that the encoder reads with each segment of a context, from the segment `first` on."""
         size = self._longest_chunk
         for index in range(first, -(-num_tokens // size)):
@@ -128,4 +128,4 @@ class AutoCompressorConfig(MemoryTokensConfig):
         # Rows grow, but for the last one, which may be shorter than the one before.
         first = max(0, -(-num_tokens // self._longest_chunk) - 2)
         limit = self.encoder_limit
-        return limit is None or max(self._rows(num_tokens, ratio, first), default=0) <= limit
+        return limit is None or max(self._segment_places(num_tokens, ratio, first), default=0) <= limit

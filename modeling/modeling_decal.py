@@ -21,10 +21,10 @@ from transformers.utils.output_capturing import capture_outputs
 from ..configuration.configuration_decal import DeCALConfig
 from .compressor.backbone import CompressorBackbone
 from .compressor.chunking import Chunks
-from .compressor.encoder_decoder_compressor import CompressorForConditionalGeneration
 from .compressor.pretrained_compressor import CompressorPreTrainedModel
 from .compressor.question_conditioning import question_fingerprints, question_in_front
 from .memory.compressed_context import CompressedContext
+from .modeling_decal_decoder import CompressorForConditionalGeneration
 from .parts.pooling import mean_pool
 
 

@@ -302,12 +302,8 @@ class RankedKeyValuesModel(HeadwiseModel):
 
 
 def _same_starts(memory: CompressedContext, is_long: Tensor) -> tuple[Tensor, Tensor]:
-    """Put all chunks of the rows `is_long` at the same positions (Parallel Context Windows).
-
-    Returns:
-        The first positions of the slots' chunks `(batch_size, num_slots)`, counted from 1, and the positions that each
-        row takes, `(batch_size,)`: of these rows as many as their longest chunk has tokens.
-    """
+    """Put all chunks of the rows `is_long` at the same positions (Parallel Context Windows); return the first position
+    of each slot's chunk, `(batch_size, num_slots)`, counted from 1, and how many each row takes, `(batch_size,)`."""
     starts, lengths, is_real = memory.position_ids, memory.num_context_tokens, memory.attention_mask.bool()
     ends = functional.pad(starts, (0, 1))[:, 1:].where(functional.pad(is_real, (0, 1))[:, 1:], lengths[:, None] + 1)
     longest = (ends - starts).masked_fill(~is_real, 0).amax(dim=1)

@@ -59,15 +59,7 @@ def image_span(is_image: Tensor) -> tuple[Tensor, Tensor]:
     return first * has_any, (last - first) * has_any
 
 
-class _StartsFromVisionToo:
-    """The common part of backbone and head."""
-
-    base_auto_class: Any = LanguageOrVisionLanguageModel
-    # Checkpoints are then always whole: light ones name a language model, and no vision-language model.
-    trains_base: Any = property(lambda self: self.config.vision_language_config is not None)
-
-
-class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
+class VoCoModel(MemoryTokenModel):
     r"""
     VoCo-LLaMA: a language model reads a context and copies of one learned token behind it, and then the text from the
     copies' keys and values of every layer, with the same weights.
@@ -80,6 +72,9 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
     """
 
     config_class = VoCoConfig
+    base_auto_class = LanguageOrVisionLanguageModel
+    # Checkpoints are then always whole: light ones name a language model, and no vision-language model.
+    trains_base: Any = property(lambda self: self.config.vision_language_config is not None)
 
     def __init__(self, config: VoCoConfig):
         super().__init__(config)
@@ -197,7 +192,9 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
         return self.token_key_values(rows)
 
 
-class VoCoForCausalLM(_StartsFromVisionToo, CompressorForCausalLM):
+class VoCoForCausalLM(CompressorForCausalLM):
     """[`VoCoModel`] with the decoder's LM head."""
 
     model_class = VoCoModel
+    base_auto_class = VoCoModel.base_auto_class
+    trains_base = VoCoModel.trains_base

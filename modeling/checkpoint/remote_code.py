@@ -14,6 +14,7 @@ import itertools
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
@@ -36,7 +37,8 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LEFT_OUT = {
     *("from_base", "link_base", "load_base_weights", "take_base", "fit_scorers", "kept_tokens", "auto_classes"),
     *("chunk_flops", "compression_flops", "max_context_tokens", "_fits", "push_to_hub", "card_rows", "card_text"),
-    *("decoder_language_model", "prompt_embeds", "to_prompt_embeds", "served_slots"),
+    *("decoder_language_model", "prompt_embeds", "to_prompt_embeds", "served_slots", "auto_class", "default_ratio"),
+    *("usual_prompts", "chunk_memory_tokens", "_transport_flops", "_segment_places", "allocation", "method"),
 }
 # A checkpoint's code copies itself.
 _THIS_FILE = Path(__file__).resolve()
@@ -75,15 +77,8 @@ class _Statement:
 
 @dataclass(eq=False)
 class _Module:
-    """A module of the package.
-
-    Args:
-        path: its file.
-        statements: without imports and docstring.
-        imported: where each imported name comes from: a module's file or a library's name, and the name there; `None`
-            for a library itself.
-        first, later: files of the modules that it imports at its top, and those that functions and annotations import.
-    """
+    """A module of the package: its statements without imports, where each imported name comes from (a file or a
+    library, and the name there or `None`), and the files imported at its top (`first`) and elsewhere (`later`)."""
 
     path: Path
     statements: list[_Statement] = field(default_factory=list)
@@ -169,7 +164,7 @@ def _modules_in_order(sources: Iterable[Path]) -> dict[Path, _Module]:
 def joined_code(model_class: Any, config_class: Any) -> dict[str, str]:
     """Return the code of a checkpoint: the text of each file, by its name without ending."""
     sources = [Path(inspect.getfile(cls)).resolve() for cls in (config_class, model_class)]
-    modules = _modules_in_order(sources)
+    modules = _modules_in_order([*sources, Path(inspect.getfile(model_class.pipeline_class)).resolve()])
     places = [*model_class.auto_map().values()]
     places += [pipeline["impl"] for pipeline in config_class.default_custom_pipelines().values()]
     kept = _reached(modules, {place.split(".")[1] for place in places})
@@ -268,12 +263,15 @@ def _text(statement: _Statement, cuts: bool) -> str:
     for node in ast.walk(ast.parse(statement.text)):
         if isinstance(node, ast.ImportFrom) and node.level:
             gone |= set(range(node.lineno - 1, node.end_lineno or 0))
-        elif cuts and isinstance(node, _DEFINITIONS) and ast.get_docstring(node, clean=False):
+        elif cuts and isinstance(node, _DEFINITIONS):
             rows = range(node.body[0].lineno - 1, node.body[0].end_lineno or 0)
-            empty = next((row for row in rows if not lines[row].strip()), None)
-            if re.match("_[a-z]", node.name) and len(node.body) > 1:
+            has_docstring = ast.get_docstring(node, clean=False) is not None
+            empty = next((row for row in rows if has_docstring and not lines[row].strip()), None)
+            if re.match("_[a-z]", node.name):
                 # Whoever reads on reads the package.
-                gone |= set(rows)
+                inside = range(node.lineno - 1, node.end_lineno or 0)
+                gone |= {row for row in inside if lines[row].lstrip().startswith("#")}
+                gone |= set(rows) if has_docstring and len(node.body) > 1 else set()
             elif empty is not None:
                 lines[empty - 1] += '"""'
                 gone |= set(range(empty, rows.stop))
@@ -298,7 +296,7 @@ def _import_lines(imports: set[tuple[str | None, str]]) -> str:
         names = sorted(name for other, name in imports if other == source)
         line = f"from {source} import {', '.join(names)}"
         if len(line) > 119:
-            line = f"from {source} import (\n    " + ",\n    ".join(names) + ",\n)"
+            line = f"from {source} import (\n{textwrap.indent(textwrap.fill(', '.join(names), 115), '    ')}\n)"
         groups[_group_of(source)].append(line)
     return "\n\n".join("\n".join(group) for group in groups if group) + "\n"
 

@@ -30,6 +30,7 @@ from ..parts.prompting import (
     question_ids,
 )
 from ..parts.text_ids import check_texts, text_tokenizer
+from .pretrained_compressor import CompressorPreTrainedModel
 from .read_slots import ReadSlots
 
 logger = logging.get_logger(__name__)
@@ -509,3 +510,6 @@ def _with_defaults(arguments: Mapping[str, Any], pad_token_id: int | None) -> di
         del defaults["max_new_tokens"]
     own.update(**{name: value for name, value in defaults.items() if getattr(own, name) is None})
     return {**arguments, "generation_config": own}
+
+
+CompressorPreTrainedModel.pipeline_class = ContextCompressionQAPipeline

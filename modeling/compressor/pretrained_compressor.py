@@ -7,8 +7,9 @@ import copy
 import inspect
 import os
 import re
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +34,14 @@ from ..checkpoint.base_weights import (
     BaseRecord,
     base_entry,
     base_name,
+    base_record,
     own_modules,
+    own_name,
     remember_base,
     share_weights,
     shown_name,
 )
-from ..checkpoint.checkpoints import CheckpointedModel
+from ..checkpoint.checkpoints import link_base, load_checkpoint, save_checkpoint
 from ..checkpoint.encoder_tokenizer import ENCODER_TOKENIZER, encoders_tokenizer
 from ..checkpoint.gguf_files import gguf_arguments
 from ..checkpoint.peft_adapters import load_peft_adapter, put_adapter_on
@@ -57,9 +60,6 @@ from ..parts.lora import (
 )
 from .serving import prompt_embeds
 
-if TYPE_CHECKING:
-    from .context_compression_qa import ContextCompressionQAPipeline
-
 logger = logging.get_logger(__name__)
 
 # Arguments for loading a base that do not belong to another model that encodes.
@@ -73,7 +73,7 @@ _FIELDS_OF_THE_BASE = {
 }
 
 
-class CompressorPreTrainedModel(CheckpointedModel):
+class CompressorPreTrainedModel(PreTrainedModel):
     """A compressor's backbone, or a model that has one as `model`: start from a base, and what trains.
 
     The base stays in its own type, and what trains is float32. Subclasses whose base trains as a whole say so.
@@ -88,8 +88,14 @@ class CompressorPreTrainedModel(CheckpointedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    # Whether all of the base trains: checkpoints are then always whole.
+    trains_base = False
+    # Makes the tokens of contexts, where the encoder reads others than the decoder; else `None`.
+    encoder_tokenizer: PreTrainedTokenizerBase | None = None
     # Loads what `from_base` starts from.
     base_auto_class: Any = AutoModelForCausalLM
+    # Answers questions; its module sets it, here as in a checkpoint's own code.
+    pipeline_class: Any
     # Whether what trains is float32 whatever type the rest has.
     trains_in_float32 = True
 
@@ -382,16 +388,153 @@ class CompressorPreTrainedModel(CheckpointedModel):
                 ]
         self.apply_trainable_set()
 
+    # --- checkpoints ---
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *args: Any,
+        base_model: str | os.PathLike | None = None,
+        encoder_base_model: str | os.PathLike | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more.
+
+        A light checkpoint names its base model, whose weights are fetched and checked, and its own take their places;
+        type, devices, attention and quantization are those asked for here.
+
+        Args:
+            pretrained_model_name_or_path: Hub repository or folder.
+            args: As in `transformers`.
+            base_model: Hub repository or folder of a light checkpoint's base, if not where the checkpoint says.
+            encoder_base_model: That of the model that its encoder started from, if it is another one.
+            kwargs: As in `transformers`.
+
+        Raises:
+            ValueError: the checkpoint is of another method, weights are missing from it, the base is another model
+                than the one that the checkpoint was made on, or a `tp_plan`.
+            OSError: the checkpoint, or the base that a light one names, cannot be had.
+        """
+        places = {DECODER_BASE: base_model, ENCODER_BASE: encoder_base_model}
+        return load_checkpoint(cls, super().from_pretrained, pretrained_model_name_or_path, places, args, kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load as in torch; frozen weights of the base, which light checkpoints leave out, do not count as missing."""
+        result, record = super().load_state_dict(state_dict, strict=strict, assign=assign), base_record(self)
+        if record is not None:
+            trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+            missing = [key for key in result.missing_keys if key in trained or own_name(key) not in record.sums]
+            result = result._replace(missing_keys=missing)
+        return result
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        *,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        save_dtype: torch.dtype | str | None = None,
+        include_base: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save a folder that loads anywhere: safetensors, configuration, generation configuration, code and card.
+
+        A model that started from a base on the Hub is saved light: what differs from the base (the method's parts,
+        adapters, base weights that have trained), and the base's name, revision and fingerprint. One that started from
+        a folder is saved whole, since nobody else has that folder.
+
+        Args:
+            save_directory: The folder.
+            state_dict: Weights to save in place of the model's own.
+            push_to_hub: Not supported; see the method `push_to_hub`.
+            save_dtype: Floating-point type to store all weights in; as they are held if not given, so that a training
+                run resumes exactly.
+            include_base: Whether to store the base's weights, too. `False` also leaves out those of a base in a
+                folder, which must then be given as `base_model` when the checkpoint is loaded.
+            kwargs: As in `transformers.PreTrainedModel.save_pretrained`.
+
+        Raises:
+            ValueError: the base cannot be left out.
+        """
+        if push_to_hub:
+            raise ValueError("`push_to_hub=True` is not supported: call `model.push_to_hub(repo_id)`")
+        save_checkpoint(self, super().save_pretrained, save_directory, state_dict, save_dtype, include_base, kwargs)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        token: str | bool | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        max_shard_size: int | str = "50GB",
+        save_dtype: torch.dtype | str | None = None,
+        include_base: bool | None = None,
+        **commit: Any,
+    ) -> str:
+        """Upload what `save_pretrained` writes, and return the commit's address; the repository's own card stays.
+
+        Args:
+            repo_id, revision: Repository on the Hub and branch; they are made if they do not exist.
+            token: Access token; the stored one if not given.
+            private: Whether a new repository is private.
+            max_shard_size, save_dtype, include_base: As in `save_pretrained`.
+            commit: `commit_message`, `commit_description` and `create_pr` of `huggingface_hub.HfApi.upload_folder`.
+        """
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            options: dict[str, Any] = {"save_dtype": save_dtype, "include_base": include_base}
+            self.save_pretrained(folder, max_shard_size=max_shard_size, **options)
+            # The library's `push_to_hub` would put an empty template in the place of either card.
+            has_card = api.file_exists(repo_id, "README.md", revision=revision)
+            commit = {"commit_message": f"Upload {type(self).__name__}", **commit}
+            options = {"revision": revision, "ignore_patterns": ["README.md"] if has_card else None, **commit}
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder, **options))
+
+    def link_base(
+        self,
+        base: str | os.PathLike,
+        encoder: str | os.PathLike | None = None,
+        hub_id: str | None = None,
+        **loading: Any,
+    ) -> None:
+        """Find out which weights are a base model's own, so that `save_pretrained` can leave them out.
+
+        For a model that was loaded from a whole checkpoint; others know it.
+
+        Args:
+            base, encoder: Hub repository or folder of the base, and of another model that the encoder started from.
+            hub_id: Repository of the base, where `base` is a folder with a copy of it.
+            loading: `revision`, `token`, `cache_dir` or `local_files_only`.
+
+        Raises:
+            ValueError: no weight is the base's, or the method trains all of its base.
+        """
+        link_base(self, base, encoder, hub_id, loading)
+
+    @classmethod
+    def auto_map(cls) -> dict[str, str]:
+        """The `auto_map` of checkpoints of this class."""
+        return cls.config_class.default_auto_map()
+
+    @classmethod
+    def is_remote_code(cls) -> bool:
+        # The library would copy the code without making it flat; `save_pretrained` writes it itself.
+        return False
+
     # --- answers ---
 
-    def question_answering(self, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> ContextCompressionQAPipeline:
-        """Return the pipeline "context-compression-qa" with this model, on the device where that is; arguments as of
-        [`ContextCompressionQAPipeline`]."""
-        from .context_compression_qa import ContextCompressionQAPipeline
-
+    def question_answering(self, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> Any:
+        """Return the [`ContextCompressionQAPipeline`] of this model, on its device; arguments as of that class."""
         if getattr(self, "hf_device_map", None) is None:
             kwargs.setdefault("device", self.device)
-        return ContextCompressionQAPipeline(model=self, tokenizer=tokenizer, **kwargs)
+        return self.pipeline_class(model=self, tokenizer=tokenizer, **kwargs)
 
     def prompt_embeds(
         self,

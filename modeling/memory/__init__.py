@@ -4,5 +4,5 @@
 `carriers` and `memory_quantization` are about its embeddings or key/values, `memory_validation` about its fields;
 `memory_concatenation` joins, `memory_file` saves.
 `headwise_pairs` says which key/values stay of all heads together, and which of them at coarser ratios;
-`beacon_memory` has those of one method, and `key_value_memory` the caches of all.
+`key_value_memory` has the caches.
 """

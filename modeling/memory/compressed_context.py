@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from .carriers import (
     num_bytes,
     quantized_fields,
 )
-from .headwise_pairs import coarser_memory
 from .memory_concatenation import concatenate_memories, stack_memories
 from .memory_file import fields_of_file, file_parts, read_memory_file, write_memory_file
 from .memory_quantization import QUANTIZATIONS, quantization_of, width_of
@@ -97,6 +96,8 @@ class CompressedContext:
     maker: weakref.ref | None = field(default=None, repr=False)
     slot_counts: list[int] = field(default_factory=list, init=False, repr=False)
     check: InitVar[bool] = True
+    # Makes a memory with `coarsest_ratios` coarser; `headwise_pairs` sets it, for the methods that have such memories.
+    coarser_pairs: ClassVar[Any]
 
     def __post_init__(self, check: bool) -> None:
         for name in ("key_values", "scales"):
@@ -335,7 +336,19 @@ class CompressedContext:
             ValueError: A finer ratio than the memory's, one above 255, or another than its own for a memory without
                 `coarsest_ratios`.
         """
-        return coarser_memory(self, ratio)
+        if isinstance(ratio, bool) or not isinstance(ratio, int):
+            raise TypeError(f"`ratio` must be an int, got {ratio!r}")
+        # Of a joined memory whose parts have ratios of their own, some may be finer than what they come to together.
+        is_nested = self.coarsest_ratios is not None and not isinstance(self.ratio, int)
+        if not is_nested and bool((torch.as_tensor(self.ratio) == ratio).all()):
+            return self
+        if self.coarsest_ratios is None:
+            raise ValueError(
+                f"`ratio` must be {torch.as_tensor(self.ratio).tolist()}, the memory's own, got {ratio}: what a "
+                "coarser one keeps is known of memories of ranked key/values, and of KVzip with shared budgets; "
+                "compress the context at that ratio"
+            )
+        return self.coarser_pairs(ratio)
 
     @staticmethod
     def concatenate(memories: Iterable[CompressedContext]) -> CompressedContext:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..parts.packing import take_places
 from .carriers import KeyValues
+from .compressed_context import CompressedContext
 
 # It stands for itself and all above; a byte holds no more.
 _MOST_RATIO = torch.iinfo(torch.uint8).max
@@ -56,21 +57,9 @@ def kept_pairs(key_values: KeyValues, scores: Tensor, mask: Tensor, counts: Sequ
     return HeadwisePairs(_taken(key_values, chosen, is_real), *of_pairs)
 
 
-def coarser_memory(memory: Any, ratio: int) -> Any:
-    """See `CompressedContext.at_ratio`. That file imports this one, so that this one cannot name the class."""
-    if isinstance(ratio, bool) or not isinstance(ratio, int):
-        raise TypeError(f"`ratio` must be an int, got {ratio!r}")
-    # Of a joined memory whose parts have ratios of their own, some may be finer than what they come to together.
-    is_nested = memory.coarsest_ratios is not None and not isinstance(memory.ratio, int)
-    if not is_nested and bool((torch.as_tensor(memory.ratio) == ratio).all()):
-        return memory
+def coarser_pairs(memory: Any, ratio: int) -> CompressedContext:
+    """Return a memory with `coarsest_ratios` at a coarser ratio; see [`CompressedContext.at_ratio`]."""
     finest = int(torch.as_tensor(memory.ratio).max()) if len(memory) else 1
-    if memory.coarsest_ratios is None:
-        raise ValueError(
-            f"`ratio` must be {torch.as_tensor(memory.ratio).tolist()}, the memory's own, got {ratio}: what a "
-            "coarser one keeps is known of memories of ranked key/values, and of KVzip with shared budgets; compress "
-            "the context at that ratio"
-        )
     if not finest <= ratio <= _MOST_RATIO:
         raise ValueError(f"`ratio` must be from {finest}, the memory's own, to {_MOST_RATIO}, got {ratio}")
     # Slots of one chunk have one position.
@@ -98,15 +87,10 @@ def coarser_memory(memory: Any, ratio: int) -> Any:
 
 
 def _chosen(is_kept: Tensor, chunks: Tensor, is_real: Tensor) -> Tensor:
-    """Return the pair that stands in each place of a memory: chunk by chunk, there head by head.
+    """Return the pair at each place of a memory, `(batch_size, num_heads, num_slots)`: by chunk, then by head.
 
-    Args:
-        is_kept: `(batch_size, num_heads, num_places)` bool, in each chunk a multiple of `num_heads`.
-        chunks: `(batch_size, num_places)`, the number of each place's chunk, in rising order.
-        is_real: `(batch_size, num_slots)` bool.
-
-    Returns:
-        `(batch_size, num_heads, num_slots)`, from 0 to `num_heads * num_places`; at padding slots any.
+    `is_kept` is `(batch_size, num_heads, num_places)`, in each chunk a multiple of `num_heads`; `chunks` are numbers
+    of the chunks of places, `(batch_size, num_places)`, in rising order, and `is_real` is `(batch_size, num_slots)`.
     """
     _, num_heads, num_places = is_kept.shape
     # What is dropped stands behind all.
@@ -137,3 +121,6 @@ def _of_chosen(of_pairs: Tensor, chosen: Tensor, is_real: Tensor) -> Tensor:
     """Take what is said of pairs `(batch_size, num_heads, num_places)` for the chosen ones, as a memory has it."""
     taken = of_pairs.flatten(1).gather(1, chosen.flatten(1)).view_as(chosen)
     return taken.mT.masked_fill(~is_real[:, :, None], 0)
+
+
+CompressedContext.coarser_pairs = coarser_pairs

@@ -102,10 +102,7 @@ def _maker(memories: Sequence[Memory]) -> Any:
 
 
 def _in_one_form(memories: Sequence[Memory], keeps_keys: bool) -> Sequence[Memory]:
-    """Return memories that are joined without rounding anything again: dequantised where their forms differ.
-
-    `keeps_keys` says that quantised key/values of one form stay as they are.
-    """
+    """Dequantise memories whose forms differ; with `keeps_keys`, quantised key/values of one form stay as they are."""
     dtypes = dict.fromkeys(memory.dtype for memory in memories)
     quantized = [dtype for dtype in dtypes if quantization_of(dtype)]
     if (

@@ -196,7 +196,7 @@ def test_the_code_of_a_method_is_three_files_and_perhaps_one_more(method, tmp_pa
     own = {f"configuration_{method}", f"modeling_{method}", "compressor_base"}
     assert own <= files.keys()
     assert len(files) <= 4
-    assert sum(text.count("\n") for text in files.values()) <= 6_700
+    assert sum(text.count("\n") for text in files.values()) <= 6_000
     libraries = {"torch", "transformers", "safetensors", "numpy", "huggingface_hub", *sys.stdlib_module_names}
     for text in files.values():
         compile(text, method, "exec")

@@ -33,6 +33,15 @@ def test_a_compiled_model_reads_and_trains_as_an_eager_one(adapted, inputs):
             torch.testing.assert_close(found.grad, expected.grad, atol=1e-4, rtol=1e-4, msg=name)
 
 
+@pytest.mark.release
+@pytest.mark.slow
+def test_inductor_compiles_a_model_with_an_adapter(inputs):
+    torch._dynamo.reset()
+    model = ADAPTED[0].build()
+    expected = model(**inputs).logits
+    torch.testing.assert_close(torch.compile(model)(**inputs).logits, expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.slow
 def test_a_text_alone_is_exported(method_case, random_rows, pad_rows):
     """As transformers' own models are: for texts of any length, padded or not, without a cache."""

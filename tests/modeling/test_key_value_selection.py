@@ -196,6 +196,14 @@ def test_a_checkpoint_names_its_base_and_holds_no_weights(inputs, tmp_path, loca
         assert loaded.model_id == model.model_id
 
 
+def test_snap_kv_reads_as_many_tokens_as_the_base_has_positions():
+    model = SNAP_KV.build()
+    limit = model.config.max_position_embeddings
+    assert model.compress(ids_of(limit)).num_context_tokens.tolist() == [limit]
+    with pytest.raises(ValueError, match=f"needs {limit + 1} positions, the encoder has {limit} .*: cut the context"):
+        model.compress(ids_of(limit + 1))
+
+
 # --- questions ---
 
 
@@ -218,6 +226,8 @@ def test_a_memory_made_with_a_question_answers_no_other_one(build, tmp_path, ran
     with pytest.raises(ValueError, match="row 0 of `memory` was compressed with another question"):
         model.generate(question.flip(0), attention_mask=question_mask.flip(0), memory=memory, **GREEDY)
     if not model.config.is_encoder_decoder:
+        with pytest.raises(ValueError, match="row 0 of `memory` was compressed with another question"):
+            model(question.flip(0), attention_mask=question_mask.flip(0), memory=memory)
         # A question that is read in pieces is checked whole.
         first = random_rows([5], seed=1)[0][None]
         written = model.generate(first, memory=memory.rows(0), prefill_chunk_size=2, **GREEDY)

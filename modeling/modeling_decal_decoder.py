@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressors whose decoder looks at slots by cross-attention: `forward` and `generate` behind a memory."""
+"""DeCAL's decoder, which looks at slots by cross-attention: `forward` and `generate` behind a memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,9 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import BaseStreamer, GenerationMixin, StoppingCriteriaList
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions, Seq2SeqLMOutput
 
-from ..memory.compressed_context import CompressedContext
-from ..parts.attention_masks import seeing_mask, with_sight
-from ..parts.base_precision import head_logits
-from ..parts.cache_name import CACHE
-from ..parts.packing import left_padded, pack
-from .backbone import CompressorHead
-from .question_conditioning import check_question, own_tokens, question_in_front, with_start
-from .validation import (
+from .compressor.backbone import CompressorHead
+from .compressor.question_conditioning import check_question, own_tokens, question_in_front, with_start
+from .compressor.validation import (
     cached_text_mask,
     check_keywords,
     check_source,
@@ -28,6 +23,11 @@ from .validation import (
     fitted_text_and_memory,
     measure_rows,
 )
+from .memory.compressed_context import CompressedContext
+from .parts.attention_masks import seeing_mask, with_sight
+from .parts.base_precision import head_logits
+from .parts.cache_name import CACHE
+from .parts.packing import left_padded, pack
 
 # What a caller may ask of encoder and decoder beside their last states.
 _OUTPUTS = ("output_hidden_states", "output_attentions")
