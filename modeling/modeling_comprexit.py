@@ -370,8 +370,8 @@ class ComprExITModel(CompressorModel):
         if isinstance(ratio, Tensor):
             # Rows of one ratio together.
             rows = [(ratio == value).nonzero()[:, 0] for value in ratio.unique()]
-            slots = [self._slots(anchors[index], mask[index], int(ratio[index[0]])) for index in rows]
-            return pad_sequence([row for of_ratio in slots for row in of_ratio], True)[torch.cat(rows).argsort()]
+            parts = [self._slots(anchors[index], mask[index], int(ratio[index[0]])) for index in rows]
+            return pad_sequence([row for part in parts for row in part], True)[torch.cat(rows).argsort()]
         with torch.autocast(anchors.device.type, enabled=False):
             # Section 3.2.2: compression slots.
             slots = self.transmission(anchors, mask, ratio)[0]
