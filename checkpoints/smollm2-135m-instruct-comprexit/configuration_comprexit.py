@@ -25,11 +25,6 @@ def layer_kinds(config: PreTrainedConfig) -> Sequence[str]:
     return getattr(config, "layer_types", None) or ()
 
 
-def linear_flops(num_vectors: int, in_features: int, out_features: int) -> int:
-    """Operations of a linear map of so many vectors."""
-    return 2 * num_vectors * in_features * out_features
-
-
 # configuration/nearest_names.py
 
 # More than these are no help in a message.
@@ -53,8 +48,8 @@ def as_spelled_now(name: str) -> str:
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """A clause such as `; did you mean 'context'?` with the nearest allowed name, or the names when none is near."""
     names = sorted(map(str, allowed))
-    if (found := nearest_name(name, names)) is not None:
-        return f"; did you mean {found!r}?"
+    if (best := nearest_name(name, names)) is not None:
+        return f"; did you mean {best!r}?"
     return f"; allowed: {', '.join(names)}" if 0 < len(names) <= _MOST_NAMES else ""
 
 
@@ -279,11 +274,11 @@ class CompressorConfig(PreTrainedConfig):
         for name, default in _RECORD.items():
             setattr(self, name, kwargs.pop(name, default))
         super().__init__(**kwargs)
-        self._check_parts()
+        self._resolve_parts()
         self.auto_map = self.default_auto_map()
         self.custom_pipelines = self.default_custom_pipelines()
 
-    def _check_parts(self) -> None:
+    def _resolve_parts(self) -> None:
         if self.shared_adapter:
             if self.decoder_lora is None and not self.has_frozen_memories:
                 self.decoder_lora = self.encoder_lora
@@ -301,7 +296,6 @@ class CompressorConfig(PreTrainedConfig):
                 f"cross-attention, and under `position_layout='enhanced'`, got {self.slot_markers!r}"
             )
 
-        # A merged checkpoint's encoder is a copy of the decoder, and reads the same tokens.
         is_another = self.get_encoder_config().vocab_size != self.vocab_size or self.encoder_name_or_path is not None
         if self.embedding_residual and (self.carrier != "embeddings" or self.is_encoder_decoder or is_another):
             raise ValueError(
@@ -346,21 +340,6 @@ class CompressorConfig(PreTrainedConfig):
             }
         }
 
-    @property
-    def method(self) -> str:
-        """The method's name, that of its files."""
-        return self.model_type.removesuffix("_compressor")
-
-    @property
-    def auto_class(self) -> str:
-        """Name of the Auto class that loads this checkpoint whole."""
-        return next(name for name in self.auto_map if name not in ("AutoConfig", "AutoModel"))
-
-    @property
-    def default_ratio(self) -> int:
-        """The ratio that `compress` takes when none is given: the first of `compression_ratios`."""
-        return self.compression_ratios[0]
-
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         """The decoder's configuration: caches, vocabulary and logits are the decoder's."""
         return self.decoder_config
@@ -378,11 +357,6 @@ class CompressorConfig(PreTrainedConfig):
     def continuation_token_id(self) -> int | None:
         """The token that a continuation, a question or a summary starts with, [LM]; `None` where it is BOS."""
         return self.task_token_ids.get("[LM]")
-
-    @property
-    def usual_prompts(self) -> str:
-        """Name of the packaged prompts that a checkpoint is asked with which has none of its own."""
-        return self._usual_prompts()[0]
 
     @property
     def question_prompt(self) -> str:
@@ -420,10 +394,6 @@ class CompressorConfig(PreTrainedConfig):
     def chunk_slots(self, num_tokens: int, ratio: int) -> int:
         """Slots of a chunk of so many tokens: ceil(n / r)."""
         return -(-num_tokens // ratio)
-
-    def chunk_memory_tokens(self, num_tokens: int, ratio: int) -> int:
-        """Learned tokens that the encoder reads behind a chunk of so many tokens."""
-        return 0
 
     @property
     def markers_per_chunk(self) -> int:
@@ -533,16 +503,3 @@ class ComprExITConfig(CompressorConfig):
                 f"`token_anchors` must be 'gate', 'last_layer' or 0 to {num_layers}, got {token_anchors!r}"
             )
         self.token_anchors = token_anchors
-
-    def _transport_flops(self, width: int, num_tokens: int, ratio: int) -> int:
-        slots = self.chunk_slots(num_tokens, ratio)
-        window = ratio * max(1, self.window_size // ratio)
-        windows, rest = divmod(num_tokens, window)
-        # A token meets the slots of its own window only.
-        pairs = windows * window * (window // ratio) + rest * -(-rest // ratio)
-        plan = linear_flops(num_tokens + slots, width, self.metric_size) + linear_flops(pairs, self.metric_size, 1)
-        if self.uniform_sender_share < 1:
-            plan += linear_flops(num_tokens, width, 1)
-        # An iteration multiplies the kernel by one scaling for the rows, and by one for the columns.
-        iterations = 2 * linear_flops(pairs, 1, self.transport_iterations)
-        return plan + iterations + linear_flops(pairs, 1, width) + linear_flops(slots, width, width)

@@ -13,17 +13,8 @@ from transformers import initialization as init
 from transformers.cache_utils import DynamicCache
 
 from .compressor_base import (
-    CACHE,
-    Chunks,
-    CompressorForCausalLM,
-    CompressorModel,
-    ENCODER,
-    Float32LayerNorm,
-    Float32Linear,
-    perceptron,
-    run_backbone,
-    sinkhorn,
-    weights_of,
+    CACHE, Chunks, CompressorForCausalLM, CompressorModel, ENCODER, Float32LayerNorm, Float32Linear, perceptron,
+    run_backbone, sinkhorn, weights_of
 )
 from .configuration_comprexit import ComprExITConfig, GATE, LAST_LAYER
 
@@ -134,18 +125,6 @@ class WindowAggregation(nn.Module):
         slots = self.aggregate(self.weights(tokens, token_mask, ratio), tokens)
         slot_mask = _slot_mask(mask, ratio)
         return slots.flatten(1, 2)[:, : slot_mask.shape[1]], slot_mask
-
-    def allocation(self, vectors: Tensor, mask: Tensor, ratio: int) -> Tensor:
-        """Return the shares of each slot's tokens, `(batch_size, num_slots, num_tokens)`, in sum 1; arguments as of
-        `forward`."""
-        tokens, token_mask = self.windows(vectors, mask, ratio)
-        weights = self.weights(tokens, token_mask, ratio).transpose(-1, -2)
-        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
-        batch_size, num_windows, num_slots, num_tokens = weights.shape
-        spread = weights.new_zeros(batch_size, num_windows, num_slots, num_windows, num_tokens)
-        index = torch.arange(num_windows, device=weights.device)
-        spread[:, index, :, index] = weights.transpose(0, 1)
-        return spread.flatten(3).flatten(1, 2)[:, : _slot_mask(mask, ratio).shape[1], : mask.shape[1]]
 
     def windows(self, vectors: Tensor, mask: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
         """Cut rows into windows: tokens `(batch_size, num_windows, window_length, hidden_size)` and their mask."""
@@ -378,8 +357,8 @@ class ComprExITModel(CompressorModel):
         if isinstance(ratio, Tensor):
             # Rows of one ratio together.
             rows = [(ratio == value).nonzero()[:, 0] for value in ratio.unique()]
-            found = [self._slots(anchors[index], mask[index], int(ratio[index[0]])) for index in rows]
-            return pad_sequence([slots for of_ratio in found for slots in of_ratio], True)[torch.cat(rows).argsort()]
+            parts = [self._slots(anchors[index], mask[index], int(ratio[index[0]])) for index in rows]
+            return pad_sequence([row for part in parts for row in part], True)[torch.cat(rows).argsort()]
         with torch.autocast(anchors.device.type, enabled=False):
             # Section 3.2.2: compression slots.
             slots = self.transmission(anchors, mask, ratio)[0]

@@ -10,13 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, initialization as init
 
 from .compressor_base import (
-    Chunks,
-    CompressorForCausalLM,
-    CompressorModel,
-    Float32Linear,
-    in_base_precision,
-    mean_pool,
-    weights_of,
+    Chunks, CompressorForCausalLM, CompressorModel, Float32Linear, in_base_precision, mean_pool, weights_of
 )
 from .configuration_gmsa import GMSAConfig, first_layers
 

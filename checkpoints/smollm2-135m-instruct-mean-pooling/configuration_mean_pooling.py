@@ -48,8 +48,8 @@ def as_spelled_now(name: str) -> str:
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """A clause such as `; did you mean 'context'?` with the nearest allowed name, or the names when none is near."""
     names = sorted(map(str, allowed))
-    if (found := nearest_name(name, names)) is not None:
-        return f"; did you mean {found!r}?"
+    if (best := nearest_name(name, names)) is not None:
+        return f"; did you mean {best!r}?"
     return f"; allowed: {', '.join(names)}" if 0 < len(names) <= _MOST_NAMES else ""
 
 
@@ -286,11 +286,11 @@ class CompressorConfig(PreTrainedConfig):
         for name, default in _RECORD.items():
             setattr(self, name, kwargs.pop(name, default))
         super().__init__(**kwargs)
-        self._check_parts()
+        self._resolve_parts()
         self.auto_map = self.default_auto_map()
         self.custom_pipelines = self.default_custom_pipelines()
 
-    def _check_parts(self) -> None:
+    def _resolve_parts(self) -> None:
         if self.shared_adapter:
             if self.decoder_lora is None and not self.has_frozen_memories:
                 self.decoder_lora = self.encoder_lora
@@ -308,7 +308,6 @@ class CompressorConfig(PreTrainedConfig):
                 f"cross-attention, and under `position_layout='enhanced'`, got {self.slot_markers!r}"
             )
 
-        # A merged checkpoint's encoder is a copy of the decoder, and reads the same tokens.
         is_another = self.get_encoder_config().vocab_size != self.vocab_size or self.encoder_name_or_path is not None
         if self.embedding_residual and (self.carrier != "embeddings" or self.is_encoder_decoder or is_another):
             raise ValueError(
@@ -353,21 +352,6 @@ class CompressorConfig(PreTrainedConfig):
             }
         }
 
-    @property
-    def method(self) -> str:
-        """The method's name, that of its files."""
-        return self.model_type.removesuffix("_compressor")
-
-    @property
-    def auto_class(self) -> str:
-        """Name of the Auto class that loads this checkpoint whole."""
-        return next(name for name in self.auto_map if name not in ("AutoConfig", "AutoModel"))
-
-    @property
-    def default_ratio(self) -> int:
-        """The ratio that `compress` takes when none is given: the first of `compression_ratios`."""
-        return self.compression_ratios[0]
-
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         """The decoder's configuration: caches, vocabulary and logits are the decoder's."""
         return self.decoder_config
@@ -385,11 +369,6 @@ class CompressorConfig(PreTrainedConfig):
     def continuation_token_id(self) -> int | None:
         """The token that a continuation, a question or a summary starts with, [LM]; `None` where it is BOS."""
         return self.task_token_ids.get("[LM]")
-
-    @property
-    def usual_prompts(self) -> str:
-        """Name of the packaged prompts that a checkpoint is asked with which has none of its own."""
-        return self._usual_prompts()[0]
 
     @property
     def question_prompt(self) -> str:
@@ -427,10 +406,6 @@ class CompressorConfig(PreTrainedConfig):
     def chunk_slots(self, num_tokens: int, ratio: int) -> int:
         """Slots of a chunk of so many tokens: ceil(n / r)."""
         return -(-num_tokens // ratio)
-
-    def chunk_memory_tokens(self, num_tokens: int, ratio: int) -> int:
-        """Learned tokens that the encoder reads behind a chunk of so many tokens."""
-        return 0
 
     @property
     def markers_per_chunk(self) -> int:

@@ -25,7 +25,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, ClassVar, Self
 
 import torch
 import transformers
@@ -36,16 +36,8 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    AttentionInterface,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    Pipeline,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    initialization as init,
+    AttentionInterface, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Pipeline, PreTrainedConfig,
+    PreTrainedModel, PreTrainedTokenizerBase, initialization as init
 )
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -61,15 +53,8 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from .configuration_ranked_key_values import (
-    CODE_VERSION,
-    CONFIG_SCHEMA,
-    CompressorConfig,
-    POSITION_LAYOUTS,
-    check_choice,
-    key_value_shape,
-    layer_kinds,
-    max_positions,
-    nearest_name,
+    CODE_VERSION, CONFIG_SCHEMA, CompressorConfig, POSITION_LAYOUTS, check_choice, key_value_shape, layer_kinds,
+    max_positions, nearest_name
 )
 
 
@@ -107,10 +92,10 @@ def cached_base(name: str | os.PathLike | None) -> Path | None:
     if name is None or os.path.isdir(name):
         return None
     place = cache_place(os.fspath(name))
-    return place if is_whole(place) else None
+    return place if is_complete_base(place) else None
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete_base(folder: Path) -> bool:
     """Return whether a base's folder has weights and tokenizer; a load fetches only the files that it needs itself."""
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
@@ -314,10 +299,10 @@ def activated(passes: Passes, names: Any) -> Iterator[None]:
 
 def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[None]:
     """Activate `name`, and a shared adapter, alone of this project's in `model`, in this thread and a `with` block."""
-    found: Any = vars(model).get(PASSES)
-    if found is None:
+    noted: Any = vars(model).get(PASSES)
+    if noted is None:
         return nullcontext()
-    passes, layer = found
+    passes, layer = noted
     foreign: list[str] = []
     if not layer._disable_adapters:
         # PEFT switches all layers together, also those that have no adapter of the name.
@@ -348,7 +333,6 @@ class CheckpointWithAdapters:
 
 @contextmanager
 def _all_activated(active: Sequence[tuple[Passes, list[str] | None]]) -> Iterator[None]:
-    # Backward may run in a thread of autograd's own.
     with ExitStack() as stack:
         for passes, names in active:
             stack.enter_context(activated(passes, names))
@@ -395,11 +379,9 @@ def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: i
         size = _CHARACTERS_PER_TOKEN * (most + _MORE_TOKENS)
         starts = encode_all(tokenizer, [text[:size] for text in texts])
         # Where the start ends inside a word, its last tokens are not the text's.
-        is_whole = [
-            len(text) <= size or len(ids) >= most + _MORE_TOKENS for text, ids in zip(texts, starts, strict=True)
-        ]
         return [
-            ids if whole else encode(tokenizer, text) for text, ids, whole in zip(texts, starts, is_whole, strict=True)
+            ids if len(text) <= size or len(ids) >= most + _MORE_TOKENS else encode(tokenizer, text)
+            for text, ids in zip(texts, starts, strict=True)
         ]
     fast = _backend(tokenizer)
     if fast is not None and fast.truncation is None and fast.padding is None:
@@ -427,11 +409,11 @@ def context_end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _around_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    whole, plain = tokenizer("a").input_ids, encode(tokenizer, "a")
-    for start in range(len(whole) - len(plain) + 1):
+    full, plain = tokenizer("a").input_ids, encode(tokenizer, "a")
+    for start in range(len(full) - len(plain) + 1):
         end = start + len(plain)
-        if whole[start:end] == plain:
-            return whole[:start], whole[end:]
+        if full[start:end] == plain:
+            return full[:start], full[end:]
     return [], []
 
 
@@ -459,10 +441,10 @@ def prefix_ids(tokenizer: PreTrainedTokenizerBase, prefix: str) -> list[int]:
 
 def kept_text_tokenizer(tokenizer: PreTrainedTokenizerBase, splits: bool = True) -> PreTrainedTokenizerBase:
     """`text_tokenizer`, made once: a copy takes a thousand times as long as the encoding of a question."""
-    found = _COPIES[splits].get(tokenizer)
-    if found is None or len(found) != len(tokenizer):
-        found = _COPIES[splits][tokenizer] = text_tokenizer(tokenizer, splits)
-    return found
+    copied = _COPIES[splits].get(tokenizer)
+    if copied is None or len(copied) != len(tokenizer):
+        copied = _COPIES[splits][tokenizer] = text_tokenizer(tokenizer, splits)
+    return copied
 
 
 def check_texts(name: str, texts: Sequence[Any]) -> None:
@@ -519,13 +501,13 @@ _WEIGHTS = "_context_compressor_trained_and_frozen"
 
 def note_trained_weights(backbone: nn.Module) -> None:
     """Keep in mind one map with a weight of the base's own that trains, and one that stays frozen."""
-    found: dict[bool, tuple[nn.Module, str]] = {}
+    examples: dict[bool, tuple[nn.Module, str]] = {}
     for path, module in backbone.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_floating_point() and ".lora_" not in path:
-                found.setdefault(parameter.requires_grad, (module, name))
+                examples.setdefault(parameter.requires_grad, (module, name))
     # Where they are, not the weights themselves: loading puts others in their place.
-    backbone.__dict__[_WEIGHTS] = (found[True], found[False]) if len(found) == 2 else None
+    backbone.__dict__[_WEIGHTS] = (examples[True], examples[False]) if len(examples) == 2 else None
 
 
 def in_base_precision(backbone: nn.Module) -> AbstractContextManager[Any]:
@@ -801,7 +783,7 @@ _TAKEN = (0.12, 0.5)
 _CHUNK = 1 << 20
 # Fields that change neither slots nor how they are read: where weights come from, what trains, how texts are worded,
 # how fast and in what type it computes, when a text ends.
-_BESIDE_MEMORIES = {
+_IGNORED_FOR_MEMORIES = {
     *("base_model_name_or_path", "base_model_revision", "encoder_name_or_path", "encoder_revision"),
     *("encoder_tokenizer", "compression_ratios", "trainable_parameters", "training_stage"),
     *("prompts", "prompt_format", "context_prefix", "bos_before_text"),
@@ -815,7 +797,7 @@ _BESIDE_MEMORIES = {
     *("output_hidden_states", "output_attentions", "return_dict"),
 }
 # Of these, what changes answers.
-_BESIDE_ANSWERS = _BESIDE_MEMORIES - {
+_IGNORED_FOR_ANSWERS = _IGNORED_FOR_MEMORIES - {
     *("prompts", "prompt_format", "context_prefix", "bos_before_text", "eos_token_id"),
 }
 
@@ -831,7 +813,7 @@ def weights_fingerprint(model: Any, of_answers: bool = False, stored: Mapping[st
         owner, _, own = name.rpartition(".")
         module = model.get_submodule(owner)
         with at_hand(module):
-            values = whole(module.get_parameter(own).detach())
+            values = full_tensor(module.get_parameter(own).detach())
         source = (stored or {}).get(name)
         if source is not None and source.shape == values.shape and source.to(values).equal(values):
             values = source.to(values.device)
@@ -852,7 +834,6 @@ def at_hand(module: nn.Module) -> AbstractContextManager[Any]:
 
 
 def _weights(device: torch.device) -> Tensor:
-    # Odd, so that no changed bit is lost; different, so that exchanged rows are not the same sum.
     return torch.arange(1, _CHUNK // 2, 2, device=device)
 
 
@@ -868,23 +849,23 @@ def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 
 def settings_fingerprint(config: PreTrainedConfig, of_answers: bool = False) -> str:
     """Eight hexadecimal digits from every field of a configuration that changes slots or how they are read."""
-    settings = _settings(config, _BESIDE_ANSWERS if of_answers else _BESIDE_MEMORIES)
+    settings = _settings(config, _IGNORED_FOR_ANSWERS if of_answers else _IGNORED_FOR_MEMORIES)
     if not of_answers and (config.has_frozen_memories or config.shared_adapter):
         settings.pop("decoder_lora", None)
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _settings(config: PreTrainedConfig, beside: set[str]) -> dict[str, Any]:
+def _settings(config: PreTrainedConfig, ignored: set[str]) -> dict[str, Any]:
     kind: Any = type(config)
     usual = _usual_settings(kind)
-    found = {}
+    settings = {}
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            found[name] = {"model_type": value.model_type, **_settings(value, beside)}
-        elif not name.startswith("_") and name not in beside and (name not in usual or value != usual[name]):
-            found[name] = value
-    return found
+            settings[name] = {"model_type": value.model_type, **_settings(value, ignored)}
+        elif not name.startswith("_") and name not in ignored and (name not in usual or value != usual[name]):
+            settings[name] = value
+    return settings
 
 
 @functools.cache
@@ -903,7 +884,7 @@ def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
     # Kinds take turns, from the first layers to the last.
     for index, kind in zip(range(count), itertools.cycle(kinds.values()), strict=False):
         parameter = kind[index * len(kind) // count]
-        rows = whole(parameter.detach()).reshape(-1, parameter.shape[-1])
+        rows = full_tensor(parameter.detach()).reshape(-1, parameter.shape[-1])
         for run in range(_RUNS):
             # Quantised matrices have one scale for 16 neighbours of a row or for more, from such a place on.
             start = run * (rows.shape[1] // (2 * _RUN)) * _RUN
@@ -922,17 +903,17 @@ def rounding(model: nn.Module, recorded: str, dtype: torch.dtype) -> tuple[float
     own = sample(model, torch.float32)
     if own.shape != expected.shape:
         return float("inf"), False
-    found = own.to(stored_as).float()
-    if found.equal(expected):
+    values = own.to(stored_as).float()
+    if values.equal(expected):
         return 0.0, False
     size = expected.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-    errors = (found - expected).flatten(1).norm(dim=1) / size
+    errors = (values - expected).flatten(1).norm(dim=1) / size
     # Norms are left as they are where matrices are rounded.
     error = float(errors.sum() / errors.count_nonzero().clamp(min=1))
-    if any(expected.to(kind).to(stored_as).float().equal(found) for kind in (torch.float16, torch.bfloat16)):
+    if any(expected.to(kind).to(stored_as).float().equal(values) for kind in (torch.float16, torch.bfloat16)):
         return error, False
     runs = own.flatten(0, 1), expected.flatten(0, 1)
-    differ = (found != expected).any(dim=2).flatten()
+    differ = (values != expected).any(dim=2).flatten()
     explained = []
     # Either model may be the rounded one.
     for rounded, other in (runs, runs[::-1]):
@@ -964,7 +945,7 @@ def all_weights(model: nn.Module, dtype: torch.dtype) -> str:
     """Sixteen hexadecimal digits from every bit of every parameter in a type."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
-        values = whole(parameter.detach()).to(dtype)
+        values = full_tensor(parameter.detach()).to(dtype)
         digest.update(f"{name}{tuple(values.shape)}{checksum(values)}".encode())
     return digest.hexdigest()[:16]
 
@@ -985,7 +966,7 @@ def checksum(tensor: Tensor) -> str | None:
     return hashlib.sha256(f"{sums.tolist()}{flat[in_words:].view(torch.uint8).tolist()}".encode()).hexdigest()[:16]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The tensor itself, gathered where FSDP has shared it out among processes."""
     if torch.distributed.is_available():
         from torch.distributed.tensor import DTensor
@@ -1016,8 +997,8 @@ def put_adapter_on(model: Any, adapter: str | os.PathLike, name: str, trains: bo
     config = PeftConfig.from_pretrained(adapter, **fetching)
     config.inference_mode = not trains
     inject_adapter_in_model(config, model, name)
-    found = set_peft_model_state_dict(model, load_peft_weights(adapter, str(model.device), **fetching), name)
-    if unlike := [*found.unexpected_keys, *(key for key in found.missing_keys if f".{name}." in key)]:
+    keys = set_peft_model_state_dict(model, load_peft_weights(adapter, str(model.device), **fetching), name)
+    if unlike := [*keys.unexpected_keys, *(key for key in keys.missing_keys if f".{name}." in key)]:
         raise ValueError(f"the adapter {adapter} sits on other maps than it says, the first is {unlike[0]!r}")
     model._hf_peft_config_loaded = True
     model.train(model.training)
@@ -1041,7 +1022,6 @@ def _tokenizer(name: str | os.PathLike, loading: dict[str, Any]) -> PreTrainedTo
     try:
         return AutoTokenizer.from_pretrained(name, **loading)
     except (OSError, ValueError):
-        # A model without a tokenizer beside it, as in experiments with random weights.
         return None
 
 
@@ -1137,7 +1117,6 @@ def _with_document(
     tail: Sequence[int],
 ) -> list[int]:
     if config.continuation_token_id is not None:
-        # As the collator has it in training: the task token stands behind the document.
         return [*document_ids, *head, *tail]
     return [*(head or [start_token_id(tokenizer)]), *document_ids, *tail]
 
@@ -1258,7 +1237,6 @@ def _templated(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except Exception as error:
-        # A template is a program: it raises of itself, such as for a role that it does not know, or is broken.
         raise ValueError(f"the tokenizer's chat template refuses these messages: {error}") from error
 
 
@@ -1269,7 +1247,6 @@ def _filled(tokenizer: PreTrainedTokenizerBase, text: str, contents: Sequence[st
         for mark, content in here:
             text = text.replace(mark, content)
         return prefix_ids(tokenizer, text)
-    # Where somebody's words name a special token, they are characters, and are tokenized apart.
     ids: list[int] = []
     for mark, content in here:
         before, _, text = text.partition(mark)
@@ -1517,9 +1494,9 @@ def check_range(memory: Any, dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     for tensor in carrier_tensors(memory) if largest < torch.finfo(memory.dtype).max else ():
         magnitudes = tensor.detach().abs()
-        found = magnitudes.where(magnitudes.isfinite(), 0).max().item() if tensor.numel() else 0.0
-        if found > largest:
-            raise ValueError(f"the memory holds values up to {found:.4g}, {dtype} ends at {largest:.4g}")
+        largest_value = magnitudes.where(magnitudes.isfinite(), 0).max().item() if tensor.numel() else 0.0
+        if largest_value > largest:
+            raise ValueError(f"the memory holds values up to {largest_value:.4g}, {dtype} ends at {largest:.4g}")
 
 
 # checkpoint/base_weights.py
@@ -1607,17 +1584,14 @@ class BaseRecord:
     def _is_base(self, name: str, tensor: Tensor) -> bool:
         name = own_name(name)
         if name not in self.sums:
-            # A quantized map keeps its scales beside its weight.
             return any(name.startswith(f"{module}.weight.") for module in self._modules) or (
                 name.endswith((".SCB", ".weight_format")) and name.rpartition(".")[0] in self._modules
             )
         dtype, totals = self.sums[name]
         if not totals or checksum(tensor) is None or tensor.dtype.itemsize == 1:
-            # Frozen weights that are offloaded or quantized cannot be compared, nor have they trained.
             return True
         if tensor.dtype in totals:
             return checksum(tensor) == totals[tensor.dtype]
-        # A wider type holds the base's values as they are, unless they have changed.
         narrowed = tensor.to(dtype)
         return checksum(narrowed) == totals[dtype] and checksum(narrowed.to(tensor.dtype)) == checksum(tensor)
 
@@ -1651,7 +1625,7 @@ def load_bases(
 ) -> dict[str, dict[str, Tensor]]:
     """Fetch the bases that a light checkpoint names, check that they are the ones, and return the weights of each, see
     [`base_tensors`]."""
-    found = {}
+    weights = {}
     for base, entry in entries.items():
         argument = "base_model" if base == DECODER_BASE else "encoder_base_model"
         place = places.get(base) or entry["repo_id"]
@@ -1683,8 +1657,8 @@ def load_bases(
                 f"Hub be reached, or {advice} ({error})"
             ) from error
         _check_same_base(model, place, wanted, entry, shown)
-        found[base] = base_tensors(model)
-    return found
+        weights[base] = base_tensors(model)
+    return weights
 
 
 def _check_same_base(
@@ -1694,7 +1668,6 @@ def _check_same_base(
     entry: dict[str, Any],
     shown: str,
 ) -> None:
-    # The vocabulary may have been resized since; the fingerprint is of the base with its own.
     sizes = [(c.model_type, c.hidden_size, c.num_hidden_layers) for c in (model.config, wanted)]
     for field, found, expected in zip(("model_type", "hidden_size", "num_hidden_layers"), *sizes, strict=True):
         if found != expected:
@@ -1748,111 +1721,6 @@ def merge(
             of_the_base.add(name)
     of_the_base |= {name for name, other in tied.items() if other in of_the_base}
     return {**merged, **own}, of_the_base
-
-
-# memory/headwise_pairs.py
-
-# It stands for itself and all above; a byte holds no more.
-_MOST_RATIO = torch.iinfo(torch.uint8).max
-
-
-@dataclass
-class HeadwisePairs:
-    """Pairs that stay of contexts where heads keep unlike numbers of them; the fields are those of
-    `CompressedContext`."""
-
-    key_values: KeyValues
-    head_ids: Tensor
-    coarsest_ratios: Tensor
-
-
-def kept_pairs(key_values: KeyValues, scores: Tensor, mask: Tensor, counts: Sequence[int]) -> HeadwisePairs:
-    """Keep the pairs of highest score, of all heads of all layers together; of equal ones the first."""
-    num_heads = scores.shape[1]
-    order = scores.masked_fill(mask[:, None] == 0, -torch.inf).flatten(1).argsort(dim=1, descending=True, stable=True)
-    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    # In which slot each pair would be if slots were filled in the order of the scores.
-    slots = torch.empty_like(order).scatter_(1, order, places).view_as(scores) // num_heads
-    # Of ceil(n / r) slots it is in one where r <= (n - 1) / slot.
-    ratios = (mask.long().sum(dim=1) - 1)[:, None, None] // slots.clamp(min=1)
-    ratios = ratios.where(slots > 0, _MOST_RATIO).clamp(min=0, max=_MOST_RATIO).to(torch.uint8)
-    num_slots = torch.tensor(counts, device=scores.device)[:, None]
-    is_real = torch.arange(max(counts), device=scores.device) < num_slots
-    chosen = _chosen(slots < num_slots[:, :, None], torch.zeros_like(mask, dtype=torch.long), is_real)
-    heads = torch.arange(num_heads, device=scores.device, dtype=torch.int16)[:, None].expand_as(scores)
-    of_pairs = (_of_chosen(each, chosen, is_real) for each in (heads, ratios))
-    return HeadwisePairs(_taken(key_values, chosen, is_real), *of_pairs)
-
-
-def coarser_memory(memory: Any, ratio: int) -> Any:
-    """See `CompressedContext.at_ratio`. That file imports this one, so that this one cannot name the class."""
-    if isinstance(ratio, bool) or not isinstance(ratio, int):
-        raise TypeError(f"`ratio` must be an int, got {ratio!r}")
-    # Of a joined memory whose parts have ratios of their own, some may be finer than what they come to together.
-    is_nested = memory.coarsest_ratios is not None and not isinstance(memory.ratio, int)
-    if not is_nested and bool((torch.as_tensor(memory.ratio) == ratio).all()):
-        return memory
-    finest = int(torch.as_tensor(memory.ratio).max()) if len(memory) else 1
-    if memory.coarsest_ratios is None:
-        raise ValueError(
-            f"`ratio` must be {torch.as_tensor(memory.ratio).tolist()}, the memory's own, got {ratio}: what a "
-            "coarser one keeps is known of memories of ranked key/values, and of KVzip with shared budgets; compress "
-            "the context at that ratio"
-        )
-    if not finest <= ratio <= _MOST_RATIO:
-        raise ValueError(f"`ratio` must be from {finest}, the memory's own, to {_MOST_RATIO}, got {ratio}")
-    # Slots of one chunk have one position.
-    places = memory.position_ids
-    chunks = (places.diff(dim=1, prepend=places[:, :1]) != 0).cumsum(dim=1)
-    is_kept = ((memory.coarsest_ratios >= ratio) & memory.attention_mask[:, :, None].bool()).mT
-    counts = is_kept.sum(dim=(1, 2)) // is_kept.shape[1]
-    num_slots = int(counts.max()) if len(memory) else 0
-    is_real = torch.arange(num_slots, device=memory.device) < counts[:, None]
-    chosen = _chosen(is_kept, chunks, is_real)
-    # Of a joined memory parts may be coarser already.
-    tokens = memory.num_context_tokens
-    reached = (tokens + counts - 1) // counts.clamp(min=1)
-    return replace(
-        memory,
-        key_values=_taken(memory.key_values, chosen, is_real),
-        scales=None if memory.scales is None else _taken(memory.scales, chosen, is_real),
-        head_ids=_of_chosen(memory.head_ids.mT, chosen, is_real),
-        coarsest_ratios=_of_chosen(memory.coarsest_ratios.mT, chosen, is_real),
-        attention_mask=is_real.long(),
-        position_ids=places.gather(1, chosen[:, 0] % max(1, places.shape[1])) * is_real,
-        ratio=reached.clamp(min=ratio) if bool((reached > ratio).any()) else ratio,
-        check=False,
-    )
-
-
-def _chosen(is_kept: Tensor, chunks: Tensor, is_real: Tensor) -> Tensor:
-    _, num_heads, num_places = is_kept.shape
-    # What is dropped stands behind all.
-    chunks = chunks[:, None].where(is_kept, num_places).flatten(1)
-    order = chunks.argsort(dim=1, stable=True)
-    # Of each slot the chunk, and its first slot and the end of its slots.
-    chunks = chunks.gather(1, order)[:, ::num_heads][:, : is_real.shape[1]].contiguous()
-    first, end = (torch.searchsorted(chunks, chunks, right=is_end)[:, None] for is_end in (False, True))
-    slots = torch.arange(is_real.shape[1], device=order.device)
-    heads = torch.arange(num_heads, device=order.device)[:, None]
-    ranks = first * num_heads + heads * (end - first) + slots - first
-    return order.gather(1, ranks.where(is_real[:, None], 0).flatten(1)).view_as(ranks)
-
-
-def _taken(key_values: KeyValues, chosen: Tensor, is_real: Tensor) -> KeyValues:
-    layers, heads = len(key_values), key_values[0][0].shape[1]
-
-    def taken(side: int) -> Sequence[Tensor]:
-        states = torch.stack([pair[side] for pair in key_values], dim=1).flatten(1, 3)
-        states = take_places(states, chosen.flatten(1)).unflatten(1, (layers, heads, is_real.shape[1]))
-        return states.masked_fill(~is_real[:, None, None, :, None], 0).unbind(1)
-
-    return tuple(zip(taken(0), taken(1), strict=True))
-
-
-def _of_chosen(of_pairs: Tensor, chosen: Tensor, is_real: Tensor) -> Tensor:
-    taken = of_pairs.flatten(1).gather(1, chosen.flatten(1)).view_as(chosen)
-    return taken.mT.masked_fill(~is_real[:, :, None], 0)
 
 
 # memory/memory_file.py
@@ -1997,9 +1865,9 @@ def _checked_header(header_bytes: bytes, path: Path) -> dict[str, str]:
         raise ValueError(f"{path} is not a memory file, or its header was altered") from error
     if not is_ours:
         raise ValueError(f"{path} is not a memory file: its format is {metadata['format']!r}, expected {FORMAT!r}")
-    file_size, whole_size = path.stat().st_size, 8 + len(header_bytes) + data_size
-    if file_size < whole_size:
-        raise ValueError(f"{path} is truncated: it has {file_size} of {whole_size} bytes")
+    file_size, expected_size = path.stat().st_size, 8 + len(header_bytes) + data_size
+    if file_size < expected_size:
+        raise ValueError(f"{path} is truncated: it has {file_size} of {expected_size} bytes")
     return metadata
 
 
@@ -2038,8 +1906,8 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     for name, shape in shapes.items():
         tensor = vars(memory)[name]
         if not isinstance(tensor, Tensor) or tensor.dtype not in _ID_DTYPES:
-            found = tensor.dtype if isinstance(tensor, Tensor) else repr(tensor)
-            raise TypeError(f"{name} must be an integer tensor, got {found}")
+            kind = tensor.dtype if isinstance(tensor, Tensor) else repr(tensor)
+            raise TypeError(f"{name} must be an integer tensor, got {kind}")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} to fit the {memory.carrier}, got {tuple(tensor.shape)}")
     if memory.position_layout not in POSITION_LAYOUTS:
@@ -2063,8 +1931,8 @@ def _checked_carrier(memory: Any) -> list[Tensor]:
     shapes = {(*tensor.shape[:-1], width_of(tensor)) for tensor in tensors}
     dtypes = {(keys.dtype, values.dtype) for keys, values in pairs}
     if len(shapes) > 1 or len(dtypes) > 1 or any(keys != dtype_of_keys(values) for keys, values in dtypes):
-        found = ", ".join(sorted(map(str, shapes | dtypes)))
-        raise ValueError(f"key_values must have one shape and dtype in all layers, got {found}")
+        kinds = ", ".join(sorted(map(str, shapes | dtypes)))
+        raise ValueError(f"key_values must have one shape and dtype in all layers, got {kinds}")
     if memory.scales is not None:
         wanted = [((*tensor.shape[:-1], num_blocks(width_of(tensor))), torch.float16) for tensor in tensors]
         if [(tuple(scales.shape), scales.dtype) for scales in scale_tensors(memory)] != wanted:
@@ -2099,7 +1967,6 @@ def _refuse_values(memory: Any, finite: bool) -> None:
     if heads is not None:
         flags["head_ids must be those of the heads of all layers"] = (heads < 0) | (heads >= _num_heads(memory))
     if finite:
-        # Integers are.
         carrier = scale_tensors(memory) if quantization_of(memory.dtype) else carrier_tensors(memory)
         flags[
             f"{memory.carrier} must be finite, and hold NaN or infinite values: the model that made them has "
@@ -2113,14 +1980,12 @@ def _refuse_values(memory: Any, finite: bool) -> None:
 
 # parts/position_layout.py
 
-def _spread_ids(
+def _uniform_ids(
     start_id: int | Tensor, num_tokens: int | Tensor, num_memory_tokens: int | Tensor, steps: Tensor
 ) -> Tensor:
-    # Lines 1 to 3: start + (r - 1) / 2 + j r with r = num_tokens / num_memory_tokens, over the common denominator.
     numerator = num_tokens - num_memory_tokens + 2 * num_tokens * steps + 2 * num_memory_tokens * start_id
     floor = numerator // (2 * num_memory_tokens)
     remainder = numerator - floor * (2 * num_memory_tokens)
-    # Line 4: the remainder is compared with half of the denominator, and a tie goes to the even id.
     is_tie = remainder == num_memory_tokens
     round_up = (remainder > num_memory_tokens) | (is_tie & (floor % 2 == 1))
     return floor + round_up.long()
@@ -2131,8 +1996,8 @@ def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: 
     12)."""
     steps = torch.arange(width, device=counts.device)
     lengths, counts, starts = lengths[:, None], counts[:, None], starts[:, None]
-    spread_ids = _spread_ids(starts + 1, lengths, counts.clamp(min=1), steps)
-    return (lengths + steps if layout == "default" else spread_ids) * (steps < counts)
+    uniform_ids = _uniform_ids(starts + 1, lengths, counts.clamp(min=1), steps)
+    return (lengths + steps if layout == "default" else uniform_ids) * (steps < counts)
 
 
 def moved_pairs(
@@ -2164,132 +2029,94 @@ _FETCHING = (*DOWNLOAD_ARGUMENTS, "proxies", "revision", "subfolder")
 _NOT_FIELDS = {"dtype", "quantization_config"}
 
 
-class CheckpointedModel(PreTrainedModel):
-    """Loading, saving and uploading of every compressor."""
+def load_checkpoint(
+    model_class: Any, load: Callable[..., Any], path: Any, places: dict[str, Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Load a checkpoint by `load`, the library's `from_pretrained`; `places` are those of its bases."""
+    if (plan := kwargs.get("tp_plan")) is not None:
+        raise ValueError(f"compressors do not support tensor parallelism, got tp_plan={plan!r}: use `device_map`")
+    if path is None:
+        return load(None, *args, **kwargs)
+    wants_info = kwargs.pop("output_loading_info", False)
+    adapter_name = kwargs.pop("adapter_name", "default")
+    adapter, name, adapter_source = adapter_and_model(path, kwargs)
+    config = _stored_config(model_class, name, kwargs)
+    if config.external_weights:
+        model, info = load_light(model_class, load, name, config, places, kwargs)
+    else:
+        if any(place is not None for place in places.values()):
+            logger.warning(f"{name} holds all its weights: the base model that was given is not used")
+        model, info = load(name, *args, output_loading_info=True, **kwargs)
+        # Other files than safetensors are not looked at.
+        with suppress(OSError):
+            name_as_stored(model, lambda: stored_weights(name, **fetching_arguments(kwargs)))
+    # The library names no adapters among the missing keys; those that it offloads have no place either.
+    may_offload = getattr(model, "hf_device_map", None) is not None
+    missing = {key for key, parameter in model.named_parameters() if not may_offload and parameter.is_meta}
+    missing |= set(info["missing_keys"])
+    if isinstance(kwargs.get("config"), PreTrainedConfig):
+        missing -= _started_adapter(model, missing)
+    if missing:
+        raise ValueError(
+            f"{name} lacks {len(missing)} weights of {model_class.__name__}, the first is {min(missing)!r}; it was "
+            "saved from another class or is incomplete"
+        )
+    model.apply_trainable_set()
+    if model.config.encoder_tokenizer is not None:
+        source = fetching_arguments(kwargs)
+        model.encoder_tokenizer = load_encoder_tokenizer(name, model.config.encoder_tokenizer, source)
+        model.base_model.take_from_tokenizer(model.encoder_tokenizer)
+    # The folder may be gone when the model is saved.
+    sums = {key: checksum(parameter) for key, parameter in model.named_parameters() if parameter.requires_grad}
+    model.__dict__["_loaded_from"] = (shown_name(name), sums)
+    if adapter is not None and not model._hf_peft_config_loaded:
+        model.load_adapter(adapter, adapter_name, adapter_kwargs=adapter_source)
+    return (model, info) if wants_info else model
 
-    config_class: Any
-    # Whether all of the base trains: checkpoints are then always whole.
-    trains_base = False
-    # Makes the tokens of contexts, where the encoder reads others than the decoder; else `None`.
-    encoder_tokenizer: PreTrainedTokenizerBase | None = None
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *args: Any,
-        base_model: str | os.PathLike | None = None,
-        encoder_base_model: str | os.PathLike | None = None,
-        **kwargs: Any,
-    ) -> Self:
-        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more."""
-        if (plan := kwargs.get("tp_plan")) is not None:
-            raise ValueError(f"compressors do not support tensor parallelism, got tp_plan={plan!r}: use `device_map`")
-        if pretrained_model_name_or_path is None:
-            return super().from_pretrained(None, *args, **kwargs)
-        places = {DECODER_BASE: base_model, ENCODER_BASE: encoder_base_model}
-        wants_info = kwargs.pop("output_loading_info", False)
-        adapter_name = kwargs.pop("adapter_name", "default")
-        adapter, name, adapter_source = adapter_and_model(pretrained_model_name_or_path, kwargs)
-        config = _stored_config(cls, name, kwargs)
-        if config.external_weights:
-            model, info = load_light(cls, super().from_pretrained, name, config, places, kwargs)
-        else:
-            if any(place is not None for place in places.values()):
-                logger.warning(f"{name} holds all its weights: the base model that was given is not used")
-            model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
-            # Other files than safetensors are not looked at.
-            with suppress(OSError):
-                name_as_stored(model, lambda: stored_weights(name, **fetching_arguments(kwargs)))
-        # The library names no adapters among the missing keys; those that it offloads have no place either.
-        is_whole = getattr(model, "hf_device_map", None) is None
-        missing = {key for key, parameter in model.named_parameters() if is_whole and parameter.is_meta}
-        missing |= set(info["missing_keys"])
-        if isinstance(kwargs.get("config"), PreTrainedConfig):
-            missing -= _started_adapter(model, missing)
-        if missing:
-            raise ValueError(
-                f"{name} lacks {len(missing)} weights of {cls.__name__}, the first is {min(missing)!r}; it was saved "
-                "from another class or is incomplete"
-            )
-        model.apply_trainable_set()
-        if model.config.encoder_tokenizer is not None:
-            source = fetching_arguments(kwargs)
-            model.encoder_tokenizer = load_encoder_tokenizer(name, model.config.encoder_tokenizer, source)
-            model.base_model.take_from_tokenizer(model.encoder_tokenizer)
-        # The folder may be gone when the model is saved.
-        sums = {key: checksum(parameter) for key, parameter in model.named_parameters() if parameter.requires_grad}
-        model.__dict__["_loaded_from"] = (shown_name(name), sums)
-        if adapter is not None and not model._hf_peft_config_loaded:
-            model.load_adapter(adapter, adapter_name, adapter_kwargs=adapter_source)
-        return (model, info) if wants_info else model  # type: ignore[return-value]  # as in transformers
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load as in torch; frozen weights of the base, which light checkpoints leave out, do not count as missing."""
-        result, record = super().load_state_dict(state_dict, strict=strict, assign=assign), base_record(self)
-        if record is not None:
-            trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-            missing = [key for key in result.missing_keys if key in trained or own_name(key) not in record.sums]
-            result = result._replace(missing_keys=missing)
-        return result
-
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike,
-        *,
-        state_dict: dict[str, torch.Tensor] | None = None,
-        push_to_hub: bool = False,
-        save_dtype: torch.dtype | str | None = None,
-        include_base: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Save a folder that loads anywhere: safetensors, configuration, generation configuration, code and card."""
-        if push_to_hub:
-            raise ValueError("`push_to_hub=True` is not supported: call `model.push_to_hub(repo_id)`")
-        dtype = getattr(torch, save_dtype, None) if isinstance(save_dtype, str) else save_dtype
-        if save_dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-            raise ValueError(f"`save_dtype` must be a floating-point dtype or its name, got {save_dtype!r}")
-        check_adapters(self)
-        # A dictionary of its own: the library takes out what it has written.
-        state = dict(self.state_dict() if state_dict is None else state_dict)
-        parent, sums = self.__dict__.get("_loaded_from", (None, {}))
-        if any(key in state and checksum(state[key]) != known for key, known in sums.items()):
-            self.config.parent_model_name_or_path = parent
-        self.config.auto_map = self.auto_map()
-        self.config.code_version, self.config.config_schema = CODE_VERSION, CONFIG_SCHEMA
-        record = base_to_leave_out(self, include_base)
-        self.config.external_weights = None if record is None else record.entries
-        if record is not None:
-            state = record.without_base(state, {key for key, p in self.named_parameters() if p.requires_grad})
-        if dtype is not None:
-            state = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in state.items()}
-            # A tied weight stays one: two copies would both be stored.
-            tied = self.all_tied_weights_keys.items()
-            state |= {key: state[source] for key, source in tied if key in state and source in state}
-        is_changed = state_dict is not None or record is not None or dtype is not None
-        with nullcontext() if record is None else without_quantizer(self):
-            super().save_pretrained(save_directory, state_dict=state if is_changed else None, **kwargs)
-        if kwargs.get("is_main_process", True):
-            write_code_and_card(_written_class(self), self.config, save_directory)
-            if self.encoder_tokenizer is not None:
-                self.encoder_tokenizer.save_pretrained(Path(save_directory) / self.config.encoder_tokenizer)
-
-    @classmethod
-    def auto_map(cls) -> dict[str, str]:
-        """The `auto_map` of checkpoints of this class."""
-        return cls.config_class.default_auto_map()
-
-    @classmethod
-    def is_remote_code(cls) -> bool:
-        # The library would copy the code without making it flat; `save_pretrained` writes it itself.
-        return False
+def save_checkpoint(
+    model: Any,
+    save: Callable[..., Any],
+    folder: str | os.PathLike,
+    state_dict: dict[str, torch.Tensor] | None,
+    save_dtype: torch.dtype | str | None,
+    include_base: bool | None,
+    kwargs: dict[str, Any],
+) -> None:
+    """Save a checkpoint by `save`, the library's `save_pretrained`."""
+    dtype = getattr(torch, save_dtype, None) if isinstance(save_dtype, str) else save_dtype
+    if save_dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise ValueError(f"`save_dtype` must be a floating-point dtype or its name, got {save_dtype!r}")
+    check_adapters(model)
+    # A dictionary of its own: the library takes out what it has written.
+    state = dict(model.state_dict() if state_dict is None else state_dict)
+    parent, sums = model.__dict__.get("_loaded_from", (None, {}))
+    if any(key in state and checksum(state[key]) != known for key, known in sums.items()):
+        model.config.parent_model_name_or_path = parent
+    model.config.auto_map = model.auto_map()
+    model.config.code_version, model.config.config_schema = CODE_VERSION, CONFIG_SCHEMA
+    record = base_to_leave_out(model, include_base)
+    model.config.external_weights = None if record is None else record.entries
+    if record is not None:
+        state = record.without_base(state, {key for key, p in model.named_parameters() if p.requires_grad})
+    if dtype is not None:
+        state = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in state.items()}
+        # A tied weight stays one: two copies would both be stored.
+        tied = model.all_tied_weights_keys.items()
+        state |= {key: state[source] for key, source in tied if key in state and source in state}
+    is_changed = state_dict is not None or record is not None or dtype is not None
+    with nullcontext() if record is None else without_quantizer(model):
+        save(folder, state_dict=state if is_changed else None, **kwargs)
+    if kwargs.get("is_main_process", True):
+        write_code_and_card(_written_class(model), model.config, folder)
+        if model.encoder_tokenizer is not None:
+            model.encoder_tokenizer.save_pretrained(Path(folder) / model.config.encoder_tokenizer)
 
 
 def _started_adapter(model: Any, missing: set[str]) -> set[str]:
     names = {key for key in missing if OF_THE_DECODER.search(key)}
     for key in names:
         path, _, own = key.rpartition(".")
-        # The library leaves what it finds in no file without a place.
         empty = torch.empty_like(model.get_parameter(key), device=model.device, dtype=torch.float32)
         setattr(model.get_submodule(path), own, nn.Parameter(empty))
     if names:
@@ -2300,15 +2127,14 @@ def _started_adapter(model: Any, missing: set[str]) -> set[str]:
 def _stored_config(model_class: Any, name: str | os.PathLike, keywords: dict[str, Any]) -> PreTrainedConfig:
     config, rest = keywords.get("config"), {}
     if not isinstance(config, PreTrainedConfig):
-        # The library's `from_pretrained` would make this class's configuration of any other one's fields.
         source = name if config is None else config
         config, rest = model_class.config_class.get_config_dict(source, **fetching_arguments(keywords))
-    found = config.get("model_type") if isinstance(config, dict) else config.model_type
+    model_type = config.get("model_type") if isinstance(config, dict) else config.model_type
     own = model_class.config_class.model_type
-    if found not in (None, own):
+    if model_type not in (None, own):
         raise ValueError(
-            f"{name} is of the model type {found!r}, {model_class.__name__} loads {own!r}: a checkpoint loads with "
-            "its own class or an Auto class, a base model with `from_base`"
+            f"{name} is of the model type {model_type!r}, {model_class.__name__} loads {own!r}: a checkpoint loads "
+            "with its own class or an Auto class, a base model with `from_base`"
         )
     return model_class.config_class.from_dict(config, **rest) if isinstance(config, dict) else config
 
@@ -2420,9 +2246,9 @@ def without_quantizer(model: Any) -> Iterator[None]:
 Memory = Any
 
 
-def concatenate_memories(given: Iterable[Memory]) -> Memory:
+def concatenate_memories(values: Iterable[Memory]) -> Memory:
     """See `CompressedContext.concatenate`."""
-    memories = _checked("concatenate", given)
+    memories = _checked("concatenate", values)
     first = memories[0]
     if len(memories) == 1:
         return first
@@ -2467,9 +2293,9 @@ def concatenate_memories(given: Iterable[Memory]) -> Memory:
     )
 
 
-def stack_memories(given: Iterable[Memory]) -> Memory:
+def stack_memories(values: Iterable[Memory]) -> Memory:
     """See `CompressedContext.stack`."""
-    memories = _checked("stack", given, keeps_keys=True)
+    memories = _checked("stack", values, keeps_keys=True)
     first = memories[0]
     if len(memories) == 1:
         return first
@@ -2492,8 +2318,8 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
 
 
 def _of_pairs(memories: Sequence[Memory], joined: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor | None]:
-    found = {name: [vars(memory)[name] for memory in memories] for name in PAIR_FIELDS}
-    return {name: None if any(t is None for t in each) else joined(each) for name, each in found.items()}
+    fields = {name: [vars(memory)[name] for memory in memories] for name in PAIR_FIELDS}
+    return {name: None if any(t is None for t in each) else joined(each) for name, each in fields.items()}
 
 
 def _maker(memories: Sequence[Memory]) -> Any:
@@ -2513,14 +2339,13 @@ def _in_one_form(memories: Sequence[Memory], keeps_keys: bool) -> Sequence[Memor
     return [memory.to(dtype=dtype) if memory.dtype in quantized else memory for memory in memories]
 
 
-def _checked(how: str, given: Any, keeps_keys: bool = False) -> Sequence[Memory]:
-    memories: Sequence[Memory] = list(given) if isinstance(given, Iterable) else [None]
+def _checked(how: str, values: Any, keeps_keys: bool = False) -> Sequence[Memory]:
+    memories: Sequence[Memory] = list(values) if isinstance(values, Iterable) else [None]
     if not all(map(is_memory, memories)):
-        raise TypeError(f"{how} takes CompressedContext objects, got {given!r}")
+        raise TypeError(f"{how} takes CompressedContext objects, got {values!r}")
     if not memories:
         raise ValueError(f"{how} needs at least one memory")
     makers = [memory.maker() for memory in memories if memory.maker is not None and not memory.model_id]
-    # Another thread's twin of a model shares its weights.
     if len({id(next(maker.parameters())) for maker in makers if maker is not None}) > 1:
         raise ValueError(f"cannot {how} memories of different models, made in training mode")
     memories = _in_one_form(memories, keeps_keys)
@@ -2599,6 +2424,8 @@ class CompressedContext:
     maker: weakref.ref | None = field(default=None, repr=False)
     slot_counts: list[int] = field(default_factory=list, init=False, repr=False)
     check: InitVar[bool] = True
+    # Makes a memory with `coarsest_ratios` coarser; `headwise_pairs` sets it, for the methods that have such memories.
+    coarser_pairs: ClassVar[Any]
 
     def __post_init__(self, check: bool) -> None:
         for name in ("key_values", "scales"):
@@ -2780,7 +2607,19 @@ class CompressedContext:
     def at_ratio(self, ratio: int) -> CompressedContext:
         """Return the memory of the same contexts at a coarser ratio, as `compress` would have made it, without a
         model."""
-        return coarser_memory(self, ratio)
+        if isinstance(ratio, bool) or not isinstance(ratio, int):
+            raise TypeError(f"`ratio` must be an int, got {ratio!r}")
+        # Of a joined memory whose parts have ratios of their own, some may be finer than what they come to together.
+        is_nested = self.coarsest_ratios is not None and not isinstance(self.ratio, int)
+        if not is_nested and bool((torch.as_tensor(self.ratio) == ratio).all()):
+            return self
+        if self.coarsest_ratios is None:
+            raise ValueError(
+                f"`ratio` must be {torch.as_tensor(self.ratio).tolist()}, the memory's own, got {ratio}: what a "
+                "coarser one keeps is known of memories of ranked key/values, and of KVzip with shared budgets; "
+                "compress the context at that ratio"
+            )
+        return self.coarser_pairs(ratio)
 
     @staticmethod
     def concatenate(memories: Iterable[CompressedContext]) -> CompressedContext:
@@ -2797,7 +2636,6 @@ class CompressedContext:
         names += ["ratio"] if isinstance(self.ratio, Tensor) else []
         names += [n for n in ("question_fingerprints", *PAIR_FIELDS) if vars(self)[n] is not None]
         others: dict[str, Any] = {name: function(vars(self)[name]) for name in names}
-        # What is taken from a memory is as right as that is.
         return replace(self, check=False, **fields, **others)
 
 
@@ -2984,7 +2822,7 @@ def token_rows(
     return TokenRows(name, input_ids, mask, vocab_size, task_token_ids or {}, needs_tokens, passages)
 
 
-def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]:
+def measure_rows(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]:
     """Check the values of all inputs by one wait for the device, and note the lengths of their rows."""
     facts, unknown = [], []
     for rows in inputs:
@@ -3030,7 +2868,9 @@ def cached_text_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) ->
     return (mask != 0).long()
 
 
-def check_ratios(ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> list[Any]:
+def resolve_ratios(
+    ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool
+) -> list[Any]:
     """Return ratios as ints or LongTensors `(batch_size,)`; `None` becomes the first trained one."""
     checked: list[Any] = []
     for ratio in ratios:
@@ -3104,11 +2944,11 @@ def check_source(
             raise ValueError(f"`{name}` belongs to `context_input_ids`, which are not given: leave it out{advice}")
 
 
-def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContext:
+def fitted_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContext:
     """Return the memory with a row for each row of `input_ids`, on the model's device and of its dtype."""
     if not is_memory(memory):
         raise TypeError(f"`memory` must be a CompressedContext, as `compress` returns it, got {type(memory).__name__}")
-    if not model.made(memory):
+    if not model.is_own_memory(memory):
         maker = f"the model {memory.model_id}" if memory.model_id else "another model, in training mode"
         raise ValueError(f"`memory` was made by {maker}, not by this one, {model.model_id}")
     num_texts = len(input_ids)
@@ -3120,12 +2960,12 @@ def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContex
     return memory if memory.batch_size == num_texts else memory.repeat_interleave(num_texts)
 
 
-def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[CompressedContext, bool, int]:
+def fitted_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[CompressedContext, bool, int]:
     """Check a text and the memory in front of it by one wait for the device, and return the memory, whether all of its
     slots are real, and the slots and text tokens of the longest row."""
-    memory = check_memory(memory, model, text.input_ids)
+    memory = fitted_memory(memory, model, text.input_ids)
     longest = (memory.num_slots + text.attention_mask.sum(dim=1)).max()
-    all_real, longest = check_together(text, also=[memory.attention_mask.all(), longest])
+    all_real, longest = measure_rows(text, also=[memory.attention_mask.all(), longest])
     return memory, bool(all_real), longest
 
 
@@ -3137,6 +2977,100 @@ def warn_about_positions(decoder_config: Any, num_slots: int, num_text_tokens: i
             f"slots and text need more positions than the {limit} of the decoder (max_position_embeddings), and it "
             "may not read what lies behind them: take a higher ratio, or join fewer memories"
         )
+
+
+# memory/headwise_pairs.py
+
+# It stands for itself and all above; a byte holds no more.
+_MOST_RATIO = torch.iinfo(torch.uint8).max
+
+
+@dataclass
+class HeadwisePairs:
+    """Pairs that stay of contexts where heads keep unlike numbers of them; the fields are those of
+    `CompressedContext`."""
+
+    key_values: KeyValues
+    head_ids: Tensor
+    coarsest_ratios: Tensor
+
+
+def kept_pairs(key_values: KeyValues, scores: Tensor, mask: Tensor, counts: Sequence[int]) -> HeadwisePairs:
+    """Keep the pairs of highest score, of all heads of all layers together; of equal ones the first."""
+    num_heads = scores.shape[1]
+    order = scores.masked_fill(mask[:, None] == 0, -torch.inf).flatten(1).argsort(dim=1, descending=True, stable=True)
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    # In which slot each pair would be if slots were filled in the order of the scores.
+    slots = torch.empty_like(order).scatter_(1, order, places).view_as(scores) // num_heads
+    # Of ceil(n / r) slots it is in one where r <= (n - 1) / slot.
+    ratios = (mask.long().sum(dim=1) - 1)[:, None, None] // slots.clamp(min=1)
+    ratios = ratios.where(slots > 0, _MOST_RATIO).clamp(min=0, max=_MOST_RATIO).to(torch.uint8)
+    num_slots = torch.tensor(counts, device=scores.device)[:, None]
+    is_real = torch.arange(max(counts), device=scores.device) < num_slots
+    chosen = _chosen(slots < num_slots[:, :, None], torch.zeros_like(mask, dtype=torch.long), is_real)
+    heads = torch.arange(num_heads, device=scores.device, dtype=torch.int16)[:, None].expand_as(scores)
+    of_pairs = (_of_chosen(each, chosen, is_real) for each in (heads, ratios))
+    return HeadwisePairs(_taken(key_values, chosen, is_real), *of_pairs)
+
+
+def coarser_pairs(memory: Any, ratio: int) -> CompressedContext:
+    """Return a memory with `coarsest_ratios` at a coarser ratio; see [`CompressedContext.at_ratio`]."""
+    finest = int(torch.as_tensor(memory.ratio).max()) if len(memory) else 1
+    if not finest <= ratio <= _MOST_RATIO:
+        raise ValueError(f"`ratio` must be from {finest}, the memory's own, to {_MOST_RATIO}, got {ratio}")
+    # Slots of one chunk have one position.
+    places = memory.position_ids
+    chunks = (places.diff(dim=1, prepend=places[:, :1]) != 0).cumsum(dim=1)
+    is_kept = ((memory.coarsest_ratios >= ratio) & memory.attention_mask[:, :, None].bool()).mT
+    counts = is_kept.sum(dim=(1, 2)) // is_kept.shape[1]
+    num_slots = int(counts.max()) if len(memory) else 0
+    is_real = torch.arange(num_slots, device=memory.device) < counts[:, None]
+    chosen = _chosen(is_kept, chunks, is_real)
+    # Of a joined memory parts may be coarser already.
+    tokens = memory.num_context_tokens
+    reached = (tokens + counts - 1) // counts.clamp(min=1)
+    return replace(
+        memory,
+        key_values=_taken(memory.key_values, chosen, is_real),
+        scales=None if memory.scales is None else _taken(memory.scales, chosen, is_real),
+        head_ids=_of_chosen(memory.head_ids.mT, chosen, is_real),
+        coarsest_ratios=_of_chosen(memory.coarsest_ratios.mT, chosen, is_real),
+        attention_mask=is_real.long(),
+        position_ids=places.gather(1, chosen[:, 0] % max(1, places.shape[1])) * is_real,
+        ratio=reached.clamp(min=ratio) if bool((reached > ratio).any()) else ratio,
+        check=False,
+    )
+
+
+def _chosen(is_kept: Tensor, chunks: Tensor, is_real: Tensor) -> Tensor:
+    _, num_heads, num_places = is_kept.shape
+    chunks = chunks[:, None].where(is_kept, num_places).flatten(1)
+    order = chunks.argsort(dim=1, stable=True)
+    chunks = chunks.gather(1, order)[:, ::num_heads][:, : is_real.shape[1]].contiguous()
+    first, end = (torch.searchsorted(chunks, chunks, right=is_end)[:, None] for is_end in (False, True))
+    slots = torch.arange(is_real.shape[1], device=order.device)
+    heads = torch.arange(num_heads, device=order.device)[:, None]
+    ranks = first * num_heads + heads * (end - first) + slots - first
+    return order.gather(1, ranks.where(is_real[:, None], 0).flatten(1)).view_as(ranks)
+
+
+def _taken(key_values: KeyValues, chosen: Tensor, is_real: Tensor) -> KeyValues:
+    layers, heads = len(key_values), key_values[0][0].shape[1]
+
+    def taken(side: int) -> Sequence[Tensor]:
+        states = torch.stack([pair[side] for pair in key_values], dim=1).flatten(1, 3)
+        states = take_places(states, chosen.flatten(1)).unflatten(1, (layers, heads, is_real.shape[1]))
+        return states.masked_fill(~is_real[:, None, None, :, None], 0).unbind(1)
+
+    return tuple(zip(taken(0), taken(1), strict=True))
+
+
+def _of_chosen(of_pairs: Tensor, chosen: Tensor, is_real: Tensor) -> Tensor:
+    taken = of_pairs.flatten(1).gather(1, chosen.flatten(1)).view_as(chosen)
+    return taken.mT.masked_fill(~is_real[:, :, None], 0)
+
+
+CompressedContext.coarser_pairs = coarser_pairs
 
 
 # memory/key_value_memory.py
@@ -3270,10 +3204,8 @@ def inverse_frequencies(backbone: PreTrainedModel) -> Tensor | None:
 
 
 def _turns_all_layers(config: Any) -> bool:
-    # 1 for a layer with rotary positions.
     if 0 in (getattr(config, "no_rope_layers", None) or ()):
         return False
-    # 0 or `None` for a layer without them.
     bases = set(getattr(config, "layer_rope_theta", None) or (1.0,))
     if len(bases) > 1 or not all(bases):
         return False
@@ -3368,7 +3300,6 @@ class ReadSlots:
 
     def _keep(self, rows: dict[bytes, CompressedContext], versions: tuple[Any, ...]) -> None:
         with self._lock:
-            # Another thread may have met other weights meanwhile, or the same memories.
             rows = {name: row for name, row in rows.items() if name not in self._rows}
             if versions != self._versions:
                 return
@@ -3410,7 +3341,7 @@ def _row_digest(row: CompressedContext, first: Sequence[int]) -> bytes:
 
 # compressor/pretrained_compressor.py
 
-class CompressorPreTrainedModel(CheckpointedModel):
+class CompressorPreTrainedModel(PreTrainedModel):
     """A compressor's backbone, or a model that has one as `model`: start from a base, and what trains."""
 
     config_class: type[CompressorConfig] = CompressorConfig
@@ -3422,8 +3353,14 @@ class CompressorPreTrainedModel(CheckpointedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    # Whether all of the base trains: checkpoints are then always whole.
+    trains_base = False
+    # Makes the tokens of contexts, where the encoder reads others than the decoder; else `None`.
+    encoder_tokenizer: PreTrainedTokenizerBase | None = None
     # Loads what `from_base` starts from.
     base_auto_class: Any = AutoModelForCausalLM
+    # Answers questions; its module sets it, here as in a checkpoint's own code.
+    pipeline_class: Any
     # Whether what trains is float32 whatever type the rest has.
     trains_in_float32 = True
 
@@ -3482,7 +3419,6 @@ class CompressorPreTrainedModel(CheckpointedModel):
     def _from_config(cls, config: Any, **kwargs: Any) -> Any:
         model = super()._from_config(config, **kwargs)
         if cls.trains_in_float32:
-            # As `from_pretrained` leaves them.
             kept = set(model.base_model._keep_in_fp32_modules_strict)
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad or kept & set(name.split(".")):
@@ -3589,15 +3525,306 @@ class CompressorPreTrainedModel(CheckpointedModel):
                 ]
         self.apply_trainable_set()
 
+    # --- checkpoints ---
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *args: Any,
+        base_model: str | os.PathLike | None = None,
+        encoder_base_model: str | os.PathLike | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more."""
+        places = {DECODER_BASE: base_model, ENCODER_BASE: encoder_base_model}
+        return load_checkpoint(cls, super().from_pretrained, pretrained_model_name_or_path, places, args, kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load as in torch; frozen weights of the base, which light checkpoints leave out, do not count as missing."""
+        result, record = super().load_state_dict(state_dict, strict=strict, assign=assign), base_record(self)
+        if record is not None:
+            trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+            missing = [key for key in result.missing_keys if key in trained or own_name(key) not in record.sums]
+            result = result._replace(missing_keys=missing)
+        return result
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        *,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        save_dtype: torch.dtype | str | None = None,
+        include_base: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save a folder that loads anywhere: safetensors, configuration, generation configuration, code and card."""
+        if push_to_hub:
+            raise ValueError("`push_to_hub=True` is not supported: call `model.push_to_hub(repo_id)`")
+        save_checkpoint(self, super().save_pretrained, save_directory, state_dict, save_dtype, include_base, kwargs)
+
+    @classmethod
+    def auto_map(cls) -> dict[str, str]:
+        """The `auto_map` of checkpoints of this class."""
+        return cls.config_class.default_auto_map()
+
+    @classmethod
+    def is_remote_code(cls) -> bool:
+        # The library would copy the code without making it flat; `save_pretrained` writes it itself.
+        return False
+
     # --- answers ---
 
-    def question_answering(self, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> ContextCompressionQAPipeline:
-        """Return the pipeline "context-compression-qa" with this model, on the device where that is; arguments as of
-        [`ContextCompressionQAPipeline`]."""
-
+    def question_answering(self, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> Any:
+        """Return the [`ContextCompressionQAPipeline`] of this model, on its device; arguments as of that class."""
         if getattr(self, "hf_device_map", None) is None:
             kwargs.setdefault("device", self.device)
-        return ContextCompressionQAPipeline(model=self, tokenizer=tokenizer, **kwargs)
+        return self.pipeline_class(model=self, tokenizer=tokenizer, **kwargs)
+
+
+# compressor/backbone.py
+
+# Pads for each token of a pass.
+_MOST_PADDING_OF_CHUNKS = 0.2
+
+
+class CompressorBackbone(CompressorPreTrainedModel):
+    """`compress` of every compressor; a method adds `encode`."""
+
+    memory_class = CompressedContext
+    # What tells which tokens a slot is made of: a "plan", the "attention" of memory tokens, "windows" of r neighbours,
+    # or "kept", places of the context itself; see `slot_origins`.
+    slot_origin: str | None = None
+    # Whether `encode` needs all chunks of a row, also those without tokens behind the last one of a short row.
+    reads_full_rows = False
+    # Whether `encode` takes a list `own_losses`, to which it adds a loss of each row `(batch_size,)` while it trains.
+    has_own_loss = False
+    # Learned vectors in front of the slots of each chunk and behind them.
+    marker_embeddings: Any
+    _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None
+    # That of the stored weights, by that of the same weights as they were loaded.
+    _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
+
+    def encode(self, chunks: Chunks, ratios: Sequence[Any]) -> Sequence[Slots]:
+        """Make slots of every ratio from one pass over the context: the method itself."""
+        raise NotImplementedError(f"{type(self).__name__} does not define `encode`; use the model class of a method")
+
+    @property
+    def encoder_backbone(self) -> nn.Module:
+        """The language model that encodes."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what encodes")
+
+    def compress(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        ratio: int | Tensor | Sequence[int] | None = None,
+        allow_untrained_ratio: bool = False,
+        *,
+        chunk_lengths: Tensor | Sequence[Sequence[int]] | None = None,
+        **unused: Any,
+    ) -> CompressedContext | list[CompressedContext]:
+        """Compress contexts into slots."""
+        extras = self.extra_inputs(unused) if unused else {}
+        if unknown := set(unused) - {"token_type_ids"}:
+            raise TypeError(f"compress() got unexpected arguments {sorted(unknown)}")
+        ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
+            context = self.context_rows(input_ids, attention_mask, chunk_lengths=chunk_lengths)
+            measure_rows(context)
+            memories = self.compress_rows(context, ratios, allow_untrained_ratio, **extras)
+        # While a model trains its weights change, and so would the name of its memories.
+        name = "" if self.training else self.model_id
+        for memory in memories:
+            memory.maker, memory.model_id = weakref.ref(self), name
+        return memories if isinstance(ratio, (list, tuple)) else memories[0]
+
+    def extra_inputs(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
+        """Take other inputs of the method, such as images, out of a call's arguments; by default none."""
+        return {}
+
+    def context_memory(self, context: TokenRows, ratio: Any, **extras: Any) -> CompressedContext:
+        """Check contexts, and compress them into one memory without a name."""
+        measure_rows(context)
+        return self.compress_rows(context, [ratio], **extras)[0]
+
+    def text_rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> TokenRows:
+        """Return a text for [`measure_rows`]."""
+        known = {"vocab_size": self.config.vocab_size, "task_token_ids": self.config.task_token_ids}
+        return token_rows(input_ids, attention_mask, **known, needs_tokens=True)
+
+    def context_rows(
+        self, input_ids: Tensor, attention_mask: Tensor | None, name: str = "input_ids", chunk_lengths: Any = None
+    ) -> TokenRows:
+        """Return contexts for [`measure_rows`]; task tokens belong to texts, and are unknown here."""
+        vocab_size = self.config.get_encoder_config().vocab_size
+        return token_rows(input_ids, attention_mask, name, vocab_size=vocab_size, chunk_lengths=chunk_lengths)
+
+    def compress_rows(
+        self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False, **extras: Any
+    ) -> list[CompressedContext]:
+        """Return memories without a name of contexts that [`measure_rows`] has seen; no more waits for the
+        device."""
+        config, is_key_values = self.config, self.config.carrier == "key_values"
+        allow_untrained_ratio |= not config.is_trained
+        ratios = resolve_ratios(ratios, config.compression_ratios, context.input_ids, allow_untrained_ratio)
+        chunks = self.chunks_of(context)
+        chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
+        encoded: Sequence[Slots]
+        with at_hand(self):
+            if chunks.input_ids.shape[1]:
+                encoded = self.encode_chunks(chunks, chunk_ratios, **extras)
+            else:
+                encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
+            around: Sequence[Tensor] = ()
+            if config.markers_per_chunk:
+                around = self.marker_embeddings.split([config.slot_markers[side] for side in ("before", "after")])
+        memories: list[CompressedContext] = []
+        for ratio, chunk_ratio, slots in zip(ratios, chunk_ratios, encoded, strict=True):
+            counts = self.kept_slots(chunks, chunk_ratio)
+            if around and isinstance(slots, Tensor) and max(counts):
+                slots, counts = with_markers(slots, counts, *around)
+            fields = vars(slots) if is_dataclass(slots) else {config.carrier: slots}
+            joined = {name: join(field, counts, chunks.chunks_per_row) for name, field in fields.items()}
+            slot_mask = joined[config.carrier][1]
+            own: dict[str, Any] = {name: field for name, (field, _) in joined.items()}
+            memory = CompressedContext(
+                **own,
+                inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
+                attention_mask=slot_mask,
+                position_ids=self.slot_positions(slot_mask, chunks, counts),
+                num_context_tokens=context.attention_mask.sum(dim=1),
+                ratio=ratio,
+                position_layout=config.position_layout,
+                check=False,
+            )
+            rows = range(0, len(counts), chunks.chunks_per_row)
+            memory.slot_counts = [sum(counts[row : row + chunks.chunks_per_row]) for row in rows]
+            memories.append(memory)
+        return memories
+
+    def encode_chunks(self, chunks: Chunks, ratios: Sequence[Any], **extras: Any) -> Sequence[Slots]:
+        """Return the slots of all chunks. A pass reads chunks of similar lengths, a bounded number of tokens, none
+        empty."""
+        rows = [row for row, length in enumerate(chunks.lengths) if length]
+        if self.reads_full_rows:
+            return self.slots_of(chunks, ratios, **extras)
+        # Other inputs, such as images, belong to all rows; processes that share weights make equal numbers of passes.
+        is_one_pass = bool(extras) or (torch.distributed.is_available() and torch.distributed.is_initialized())
+        # In training all activations are kept in any case.
+        most_tokens = None if self.training or is_one_pass else self.tokens_at_once
+        groups = [[0]]
+        if len(rows) > 1:
+            lengths = [chunks.lengths[row] for row in rows]
+            groups = length_batches(lengths, None, most_tokens, math.inf if is_one_pass else _MOST_PADDING_OF_CHUNKS)
+        if len(groups) == 1 and (chunks.chunks_per_row == 1 or len(rows) == len(chunks.lengths)):
+            return self.slots_of(chunks, ratios, **extras)
+        passes = []
+        for group in groups:
+            some = [rows[place] for place in group]
+            part, index = chunks.take(some), torch.tensor(some, device=chunks.starts.device)
+            own = [ratio[index] if isinstance(ratio, Tensor) else ratio for ratio in ratios]
+            passes.append(self.slots_of(part, own, **extras))
+        read = [rows[place] for group in groups for place in group]
+        places = {row: place for place, row in enumerate(read)}
+        order = [places.get(chunk, len(read)) for chunk in range(len(chunks.lengths))]
+        return [gathered(slots, order) for slots in zip(*passes, strict=True)]
+
+    def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **extras: Any) -> Sequence[Slots]:
+        """Return the slots of one pass as the memory holds them; arguments as of [`encode`]."""
+        return self.encode(chunks, ratios, **extras)
+
+    def kept_slots(self, chunks: Chunks, ratio: int | Tensor) -> list[int]:
+        """Return the slots of each chunk that the memory holds: all of them, unless a method says otherwise."""
+        return slot_counts(self.config, chunks.lengths, ratio)
+
+    def chunks_of(self, context: TokenRows) -> Chunks:
+        """Cut contexts into chunks; `ValueError` for one that is longer than the encoder has positions."""
+        config, layout = self.config, self.config.position_layout
+        if context.passages is not None and not config.has_chunks:
+            raise ValueError(f"the base reads a context whole, without `chunk_lengths`, got {context.passages}")
+        rows = (context.input_ids, context.attention_mask, context.lengths)
+        chunks = cut(*rows, config.chunk_size, layout, context.passages)
+        if config.encoder_limit is not None:
+            # Chunks count from 0 again, or on from the first one's first position.
+            in_row = max(context.lengths) + config.first_context_position
+            positions = max(chunks.lengths) if layout == "default" else in_row
+            check_context_length(config.get_encoder_config(), positions, config.chunk_size, config.has_chunks)
+        return chunks
+
+    def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
+        """Return the slots' positions in the decoder, 0 at padding slots (EPL, Tables 2, 3 and 13 to 15)."""
+        layout, device = self.config.position_layout, slot_mask.device
+        if self.config.carrier == "embeddings" and layout != "enhanced":
+            return (slot_mask.cumsum(dim=1) - 1).clamp(min=0) * slot_mask
+        lengths, of_chunks = torch.tensor(chunks.lengths, device=device), torch.tensor(counts, device=device)
+        ids = encoder_memory_ids(lengths, of_chunks, chunks.starts, layout, max(counts))
+        joined: Any = join(ids[:, :, None], counts, chunks.chunks_per_row)[0]
+        return joined[:, :, 0] * slot_mask
+
+    def _no_slots(self, num_chunks: int) -> Slots:
+        table = self.get_input_embeddings()
+        with at_hand(table):
+            weight = table.weight.detach()
+        if self.config.carrier == "embeddings":
+            return weight.new_zeros(num_chunks, 0, self.config.hidden_size)
+        layers, heads, head_dim = key_value_shape(self.config.decoder_config)
+        empty = weight.new_zeros(num_chunks, heads, 0, head_dim)
+        return tuple((empty, empty) for _ in range(layers))
+
+    @property
+    def model_id(self) -> str:
+        """The name that a memory must carry to be read by this model."""
+        versions = tuple(version(parameter) for parameter in self.parameters())
+        if self._fingerprint is None or self._fingerprint[0] != versions:
+            fingerprint = weights_fingerprint(self)
+            self._fingerprint = (versions, self._stored_fingerprints.get(fingerprint, fingerprint))
+        return f"{self.config.model_type}:{self._fingerprint[1]}-{settings_fingerprint(self.config)}"
+
+    def is_own_memory(self, memory: CompressedContext) -> bool:
+        """Return whether a memory is this model's, or nothing tells whose it is."""
+        name = memory.model_id
+        if name and not self.training:
+            return name == self.model_id
+        maker = None if memory.maker is None else memory.maker()
+        # Another thread's twin of a model shares its weights.
+        return bool(name) or maker is None or next(maker.parameters()) is next(self.parameters())
+
+
+def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> list[int]:
+    """Return the slots of each chunk at an int ratio or a LongTensor `(num_chunks,)`; none where it has no tokens."""
+    ratios = [ratio] * len(lengths) if isinstance(ratio, int) else ratio.tolist()
+    return [config.chunk_slots(n, r) if n else 0 for n, r in zip(lengths, ratios, strict=True)]
+
+
+class CompressorHead(CompressorPreTrainedModel):
+    """A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
+
+    model_class: type[CompressorBackbone] = CompressorBackbone
+
+    def __init_subclass__(cls, **kwargs: Any):
+        cls.config_class = cls.model_class.config_class
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.model = self.model_class(config)
+
+    @property
+    def model_id(self) -> str:
+        """See [`CompressorBackbone.model_id`]."""
+        return self.model.model_id
+
+    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
+        value = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
+        return getattr(self.generation_config, name, None) if value is None else value
+
+    def compress(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any
+    ) -> Any:
+        """Compress contexts into slots; see [`CompressorBackbone.compress`]."""
+        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
 
 
 # compressor/context_compression_qa.py
@@ -3822,8 +4049,9 @@ class ContextCompressionQAPipeline(Pipeline):
             if self.model.config.is_encoder_decoder:
                 raise ValueError(f"the decoder of a {type(self.model).__name__} reads no documents, only memories")
             _check_documents(sources)
-            given = (self.model.config, self._question_tokenizer)
-            rows = [decoder_document_ids(*given, text, max_tokens) for text in sources]
+            rows = [
+                decoder_document_ids(self.model.config, self._question_tokenizer, text, max_tokens) for text in sources
+            ]
             rows = [[token for row in rows for token in row]] if join is True else rows
         texts = [self._texts(inputs["question"], inputs["messages"], prompt, row) for row in rows]
         compresses, (question_ids, asks_one) = name == "context" and not full_text, texts[0]
@@ -3906,7 +4134,6 @@ class ContextCompressionQAPipeline(Pipeline):
 
     @property
     def _memory_class(self) -> type[CompressedContext]:
-        # The one beside the model: a checkpoint with code of its own has its own.
         return self.model.base_model.memory_class
 
     def _memories(
@@ -3922,7 +4149,6 @@ class ContextCompressionQAPipeline(Pipeline):
         else:
             if ratio is not None:
                 memories = [memory.at_ratio(ratio) for memory in memories]
-            # Once, and not again for each batch of questions.
             memories = [memory.to(self.device, self.model.dtype) for memory in memories]
         if join is True:
             rows = [memory.rows(row) for memory in memories for row in range(memory.batch_size)]
@@ -3974,264 +4200,23 @@ def _as_list(name: str, value: Any) -> tuple[list[Any], bool]:
     return [value], True
 
 
-def _with_defaults(given: Mapping[str, Any], pad_token_id: int | None) -> dict[str, Any]:
-    given = dict(given)
-    own = copy.deepcopy(given.pop("generation_config", None))
+def _with_defaults(arguments: Mapping[str, Any], pad_token_id: int | None) -> dict[str, Any]:
+    arguments = dict(arguments)
+    own = copy.deepcopy(arguments.pop("generation_config", None))
     defaults = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "pad_token_id": pad_token_id}
     defaults |= {"num_return_sequences": 1, "return_dict_in_generate": False}
     if own is None:
-        if given.get("max_length") is not None:
+        if arguments.get("max_length") is not None:
             del defaults["max_new_tokens"]
-        return defaults | given
-    given = own.update(**given)
+        return defaults | arguments
+    arguments = own.update(**arguments)
     if own.max_length is not None:
         del defaults["max_new_tokens"]
     own.update(**{name: value for name, value in defaults.items() if getattr(own, name) is None})
-    return {**given, "generation_config": own}
+    return {**arguments, "generation_config": own}
 
 
-# compressor/backbone.py
-
-# Pads for each token of a pass.
-_MOST_PADDING_OF_CHUNKS = 0.2
-
-
-class CompressorBackbone(CompressorPreTrainedModel):
-    """`compress` of every compressor; a method adds `encode`."""
-
-    memory_class = CompressedContext
-    # What tells which tokens a slot is made of: a "plan", the "attention" of memory tokens, "windows" of r neighbours,
-    # or "kept", places of the context itself; see `slot_origins`.
-    slot_origin: str | None = None
-    # Whether `encode` needs all chunks of a row, also those without tokens behind the last one of a short row.
-    needs_whole_rows = False
-    # Whether `encode` takes a list `own_losses`, to which it adds a loss of each row `(batch_size,)` while it trains.
-    has_own_loss = False
-    # Learned vectors in front of the slots of each chunk and behind them.
-    marker_embeddings: Any
-    _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None
-    # That of the stored weights, by that of the same weights as they were loaded.
-    _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
-
-    def encode(self, chunks: Chunks, ratios: Sequence[Any]) -> Sequence[Slots]:
-        """Make slots of every ratio from one pass over the context: the method itself."""
-        raise NotImplementedError(f"{type(self).__name__} does not define `encode`; use the model class of a method")
-
-    @property
-    def encoder_backbone(self) -> nn.Module:
-        """The language model that encodes."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what encodes")
-
-    def compress(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        ratio: int | Tensor | Sequence[int] | None = None,
-        allow_untrained_ratio: bool = False,
-        *,
-        chunk_lengths: Tensor | Sequence[Sequence[int]] | None = None,
-        **unused: Any,
-    ) -> CompressedContext | list[CompressedContext]:
-        """Compress contexts into slots."""
-        beside = self.beside_contexts(unused) if unused else {}
-        if unknown := set(unused) - {"token_type_ids"}:
-            raise TypeError(f"compress() got unexpected arguments {sorted(unknown)}")
-        ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
-            context = self.context_rows(input_ids, attention_mask, chunk_lengths=chunk_lengths)
-            check_together(context)
-            memories = self.compress_rows(context, ratios, allow_untrained_ratio, **beside)
-        # While a model trains its weights change, and so would the name of its memories.
-        name = "" if self.training else self.model_id
-        for memory in memories:
-            memory.maker, memory.model_id = weakref.ref(self), name
-        return memories if isinstance(ratio, (list, tuple)) else memories[0]
-
-    def beside_contexts(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
-        """Take other inputs of the method, such as images, out of a call's arguments; by default none."""
-        return {}
-
-    def context_memory(self, context: TokenRows, ratio: Any, **beside: Any) -> CompressedContext:
-        """Check contexts, and compress them into one memory without a name."""
-        check_together(context)
-        return self.compress_rows(context, [ratio], **beside)[0]
-
-    def text_rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> TokenRows:
-        """Return a text for [`check_together`]."""
-        known = {"vocab_size": self.config.vocab_size, "task_token_ids": self.config.task_token_ids}
-        return token_rows(input_ids, attention_mask, **known, needs_tokens=True)
-
-    def context_rows(
-        self, input_ids: Tensor, attention_mask: Tensor | None, name: str = "input_ids", chunk_lengths: Any = None
-    ) -> TokenRows:
-        """Return contexts for [`check_together`]; task tokens belong to texts, and are unknown here."""
-        vocab_size = self.config.get_encoder_config().vocab_size
-        return token_rows(input_ids, attention_mask, name, vocab_size=vocab_size, chunk_lengths=chunk_lengths)
-
-    def compress_rows(
-        self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False, **beside: Any
-    ) -> list[CompressedContext]:
-        """Return memories without a name of contexts that [`check_together`] has seen; no more waits for the
-        device."""
-        config, is_key_values = self.config, self.config.carrier == "key_values"
-        allow_untrained_ratio |= not config.is_trained
-        ratios = check_ratios(ratios, config.compression_ratios, context.input_ids, allow_untrained_ratio)
-        chunks = self.chunks_of(context)
-        chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
-        encoded: Sequence[Slots]
-        with at_hand(self):
-            if chunks.input_ids.shape[1]:
-                encoded = self.encode_chunks(chunks, chunk_ratios, **beside)
-            else:
-                encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
-            around: Sequence[Tensor] = ()
-            if config.markers_per_chunk:
-                around = self.marker_embeddings.split([config.slot_markers[side] for side in ("before", "after")])
-        memories: list[CompressedContext] = []
-        for ratio, chunk_ratio, slots in zip(ratios, chunk_ratios, encoded, strict=True):
-            counts = self.kept_slots(chunks, chunk_ratio)
-            if around and isinstance(slots, Tensor) and max(counts):
-                slots, counts = with_markers(slots, counts, *around)
-            fields = vars(slots) if is_dataclass(slots) else {config.carrier: slots}
-            joined = {name: join(field, counts, chunks.chunks_per_row) for name, field in fields.items()}
-            slot_mask = joined[config.carrier][1]
-            own: dict[str, Any] = {name: field for name, (field, _) in joined.items()}
-            memory = CompressedContext(
-                **own,
-                inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
-                attention_mask=slot_mask,
-                position_ids=self.slot_positions(slot_mask, chunks, counts),
-                num_context_tokens=context.attention_mask.sum(dim=1),
-                ratio=ratio,
-                position_layout=config.position_layout,
-                check=False,
-            )
-            rows = range(0, len(counts), chunks.chunks_per_row)
-            memory.slot_counts = [sum(counts[row : row + chunks.chunks_per_row]) for row in rows]
-            memories.append(memory)
-        return memories
-
-    def encode_chunks(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
-        """Return the slots of all chunks. A pass reads chunks of similar lengths, a bounded number of tokens, none
-        empty."""
-        rows = [row for row, length in enumerate(chunks.lengths) if length]
-        if self.needs_whole_rows:
-            return self.slots_of(chunks, ratios, **beside)
-        # Other inputs, such as images, belong to all rows; processes that share weights make equal numbers of passes.
-        is_one_pass = bool(beside) or (torch.distributed.is_available() and torch.distributed.is_initialized())
-        # In training all activations are kept in any case.
-        most_tokens = None if self.training or is_one_pass else self.tokens_at_once
-        groups = [[0]]
-        if len(rows) > 1:
-            lengths = [chunks.lengths[row] for row in rows]
-            groups = length_batches(lengths, None, most_tokens, math.inf if is_one_pass else _MOST_PADDING_OF_CHUNKS)
-        if len(groups) == 1 and (chunks.chunks_per_row == 1 or len(rows) == len(chunks.lengths)):
-            return self.slots_of(chunks, ratios, **beside)
-        found = []
-        for group in groups:
-            some = [rows[place] for place in group]
-            part, index = chunks.take(some), torch.tensor(some, device=chunks.starts.device)
-            own = [ratio[index] if isinstance(ratio, Tensor) else ratio for ratio in ratios]
-            found.append(self.slots_of(part, own, **beside))
-        read = [rows[place] for group in groups for place in group]
-        places = {row: place for place, row in enumerate(read)}
-        order = [places.get(chunk, len(read)) for chunk in range(len(chunks.lengths))]
-        return [gathered(slots, order) for slots in zip(*found, strict=True)]
-
-    def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
-        """Return the slots of one pass as the memory holds them; arguments as of [`encode`]."""
-        return self.encode(chunks, ratios, **beside)
-
-    def kept_slots(self, chunks: Chunks, ratio: int | Tensor) -> list[int]:
-        """Return the slots of each chunk that the memory holds: all of them, unless a method says otherwise."""
-        return slot_counts(self.config, chunks.lengths, ratio)
-
-    def chunks_of(self, context: TokenRows) -> Chunks:
-        """Cut contexts into chunks; `ValueError` for one that is longer than the encoder has positions."""
-        config, layout = self.config, self.config.position_layout
-        if context.passages is not None and not config.has_chunks:
-            raise ValueError(f"the base reads a context whole, without `chunk_lengths`, got {context.passages}")
-        rows = (context.input_ids, context.attention_mask, context.lengths)
-        chunks = cut(*rows, config.chunk_size, layout, context.passages)
-        if config.encoder_limit is not None:
-            # Chunks count from 0 again, or on from the first one's first position.
-            in_row = max(context.lengths) + config.first_context_position
-            positions = max(chunks.lengths) if layout == "default" else in_row
-            check_context_length(config.get_encoder_config(), positions, config.chunk_size, config.has_chunks)
-        return chunks
-
-    def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
-        """Return the slots' positions in the decoder, 0 at padding slots (EPL, Tables 2, 3 and 13 to 15)."""
-        layout, device = self.config.position_layout, slot_mask.device
-        if self.config.carrier == "embeddings" and layout != "enhanced":
-            return (slot_mask.cumsum(dim=1) - 1).clamp(min=0) * slot_mask
-        lengths, of_chunks = torch.tensor(chunks.lengths, device=device), torch.tensor(counts, device=device)
-        ids = encoder_memory_ids(lengths, of_chunks, chunks.starts, layout, max(counts))
-        joined: Any = join(ids[:, :, None], counts, chunks.chunks_per_row)[0]
-        return joined[:, :, 0] * slot_mask
-
-    def _no_slots(self, num_chunks: int) -> Slots:
-        table = self.get_input_embeddings()
-        with at_hand(table):
-            weight = table.weight.detach()
-        if self.config.carrier == "embeddings":
-            return weight.new_zeros(num_chunks, 0, self.config.hidden_size)
-        layers, heads, head_dim = key_value_shape(self.config.decoder_config)
-        empty = weight.new_zeros(num_chunks, heads, 0, head_dim)
-        return tuple((empty, empty) for _ in range(layers))
-
-    @property
-    def model_id(self) -> str:
-        """The name that a memory must carry to be read by this model."""
-        versions = tuple(version(parameter) for parameter in self.parameters())
-        if self._fingerprint is None or self._fingerprint[0] != versions:
-            found = weights_fingerprint(self)
-            self._fingerprint = (versions, self._stored_fingerprints.get(found, found))
-        return f"{self.config.model_type}:{self._fingerprint[1]}-{settings_fingerprint(self.config)}"
-
-    def made(self, memory: CompressedContext) -> bool:
-        """Return whether a memory is this model's, or nothing tells whose it is."""
-        name = memory.model_id
-        if name and not self.training:
-            return name == self.model_id
-        maker = None if memory.maker is None else memory.maker()
-        # Another thread's twin of a model shares its weights.
-        return bool(name) or maker is None or next(maker.parameters()) is next(self.parameters())
-
-
-def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> list[int]:
-    """Return the slots of each chunk at an int ratio or a LongTensor `(num_chunks,)`; none where it has no tokens."""
-    ratios = [ratio] * len(lengths) if isinstance(ratio, int) else ratio.tolist()
-    return [config.chunk_slots(n, r) if n else 0 for n, r in zip(lengths, ratios, strict=True)]
-
-
-class CompressorHead(CompressorPreTrainedModel):
-    """A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
-
-    model_class: type[CompressorBackbone] = CompressorBackbone
-
-    def __init_subclass__(cls, **kwargs: Any):
-        cls.config_class = cls.model_class.config_class
-        super().__init_subclass__(**kwargs)
-
-    def __init__(self, config: Any):
-        super().__init__(config)
-        self.model = self.model_class(config)
-
-    @property
-    def model_id(self) -> str:
-        """See [`CompressorBackbone.model_id`]."""
-        return self.model.model_id
-
-    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
-        given = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
-        return getattr(self.generation_config, name, None) if given is None else given
-
-    def compress(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any
-    ) -> Any:
-        """Compress contexts into slots; see [`CompressorBackbone.compress`]."""
-        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
+CompressorPreTrainedModel.pipeline_class = ContextCompressionQAPipeline
 
 
 # compressor/modeling_compressor.py
@@ -4344,8 +4329,8 @@ class CompressorModel(CompressorBackbone):
 
     # --- slots ---
 
-    def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
-        slots = self.encode(chunks, ratios, **beside)
+    def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **extras: Any) -> Sequence[Slots]:
+        slots = self.encode(chunks, ratios, **extras)
         if not self.config.embedding_residual:
             return slots
         embeddings = self._embed_text(chunks.input_ids).float()
@@ -4361,7 +4346,6 @@ class CompressorModel(CompressorBackbone):
                 own = self.residual_map(own)
         pooled = mean_pool(embeddings, mask, ratio, chunks.lengths)[0]
         pooled = pooled * window_sizes(mask.sum(dim=1), ratio, pooled.shape[1]).sqrt()[:, :, None]
-        # A fixed number of memory tokens may be more or fewer than windows.
         width = own.shape[1]
         pooled = functional.pad(pooled, (0, 0, 0, max(0, width - pooled.shape[1])))[:, :width]
         return (own + pooled).to(slots.dtype)
@@ -4379,7 +4363,6 @@ class CompressorModel(CompressorBackbone):
 
     def _replicate_for_data_parallel(self) -> CompressorModel:
         replica = super()._replicate_for_data_parallel()
-        # Replicas work in threads of their own, and for the thread that makes them.
         replica._base_alone = SimpleNamespace(names=self._base_alone.names)
         return replica
 
@@ -4413,9 +4396,9 @@ class CompressorModel(CompressorBackbone):
                 "training without a context: rows bring no `context_input_ids` and no `memory`, so that nothing is "
                 "compressed and the language model reads the text alone; see `CompressionCollator`"
             )
-        beside = self.beside_contexts(kwargs) if kwargs else {}
-        if beside and context_input_ids is None:
-            raise ValueError(f"`{'`, `'.join(beside)}` must come with `context_input_ids`, and there are none")
+        extras = self.extra_inputs(kwargs) if kwargs else {}
+        if extras and context_input_ids is None:
+            raise ValueError(f"`{'`, `'.join(extras)}` must come with `context_input_ids`, and there are none")
         cache = past_key_values if cache is None else cache
         is_cached = cache is not None and bool(cache.get_seq_length())
         # Checkpointed layers take no cache that is written to, and would silently do without the memory in it.
@@ -4425,11 +4408,11 @@ class CompressorModel(CompressorBackbone):
             cache, use_cache = None, False
         context, sequence = None, None
         if context_input_ids is not None:
-            given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
-            context = self.context_rows(*given)
+            contexts = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
+            context = self.context_rows(*contexts)
         if is_cached:
             if context is not None:
-                memory = self.context_memory(context, ratio, **beside)
+                memory = self.context_memory(context, ratio, **extras)
             if memory is None and (number := num_cached_slots(cache)):
                 raise ValueError(
                     f"`cache` holds the {number} slots of a memory: give the memory, too, and `text_position_offset`"
@@ -4440,7 +4423,7 @@ class CompressorModel(CompressorBackbone):
             # One that has been emptied may have held a memory.
             note_cached_pairs(cache, None)
             text = self.text_rows(input_ids, attention_mask)
-            memory, is_full, longest = self._checked_memory(text, memory, context, ratio, beside)
+            memory, is_full, longest = self._checked_memory(text, memory, context, ratio, extras)
             # A cache's places are counted by the memory's.
             width = longest if cache is None and use_cache is False else None
             inputs, sequence = self.first_inputs(text, position_ids, memory, text_position_offset, is_full, width)
@@ -4471,19 +4454,18 @@ class CompressorModel(CompressorBackbone):
         memory: CompressedContext | None,
         context: TokenRows | None,
         ratio: Any,
-        beside: dict[str, Any],
+        extras: dict[str, Any],
     ) -> tuple[CompressedContext | None, bool, int | None]:
         if memory is not None:
-            return check_text_and_memory(text, memory, self)
+            return fitted_text_and_memory(text, memory, self)
         if context is None and torch.compiler.is_exporting():
-            # A graph has no values to check.
             return None, True, None
-        check_together(*[text] if context is None else [context, text])
+        measure_rows(*[text] if context is None else [context, text])
         if context is None:
             return None, True, None
-        memory = self.compress_rows(context, [ratio], **beside)[0]
+        memory = self.compress_rows(context, [ratio], **extras)[0]
         counts = memory.slot_counts
-        memory = check_memory(memory, self, text.input_ids)
+        memory = fitted_memory(memory, self, text.input_ids)
         of_rows = counts * (len(text.lengths) // len(counts))
         longest = max(num_slots + length for num_slots, length in zip(of_rows, text.lengths, strict=True))
         return memory, min(counts) == max(counts), longest
@@ -4751,7 +4733,7 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
             attention_mask = self._mask_of_pads(question, kwargs)
         if attention_mask is not None:
             rows = token_rows(question, attention_mask, needs_tokens=True)
-            check_together(rows)
+            measure_rows(rows)
             attention_mask = rows.attention_mask
             if not rows.is_full:
                 if size := self._setting("prefill_chunk_size", kwargs):
@@ -4760,9 +4742,9 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
                     kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
                 question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
         if context_input_ids is not None:
-            given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
-            beside = self.model.beside_contexts(kwargs, (question, attention_mask))
-            memory = self.model.context_memory(self.model.context_rows(*given), ratio, **beside)
+            contexts = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
+            extras = self.model.extra_inputs(kwargs, (question, attention_mask))
+            memory = self.model.context_memory(self.model.context_rows(*contexts), ratio, **extras)
         if memory is None and num_cached_slots(cache):
             raise ValueError(f"`cache` holds {num_cached_slots(cache)} slots: give their memory in place of it")
         if memory is not None:
@@ -4771,7 +4753,7 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
             for name in ("assistant_model", "assistant_early_exit"):
                 if self._setting(name, kwargs) is not None:
                     raise ValueError(f"`{name}` drafts without the memory: leave it out")
-            memory = check_memory(memory, self.model, question)
+            memory = fitted_memory(memory, self.model, question)
             kwargs["memory"] = memory
             if size := self._setting("prefill_chunk_size", kwargs):
                 kwargs["prefill_chunk_size"] = max(size, self.model.num_in_front(question))
@@ -4976,17 +4958,13 @@ def _read_by_lengths(
     num_queries, num_tokens = query.shape[2], key.shape[2]
     real = key.new_ones(len(key), num_tokens, dtype=torch.bool) if mask is None else mask[:, -num_tokens:].bool()
     if 1 < num_queries < num_tokens and not bool(real[:, num_queries:].any()):
-        # A first pass; a fixed cache has places behind it.
         key, value, real = key[:, :, :num_queries], value[:, :, :num_queries], real[:, :num_queries]
         num_tokens = num_queries
-    # A single token is no pad, and in a fixed cache not the last place.
     asks = real[:, -num_queries:] if num_queries > 1 else real.new_ones(len(real), 1)
-    # Pairs lie outside a sliding window, in which text and slots fit.
     kwargs["sliding_window"] = None
     read = partial(_sequences, partial(attention, **kwargs), query, key, value)
     if num_queries == 1 < num_tokens:
         return read(pairs, asks, real)
-    # A text may begin in front of the pairs, and does not see them there.
     in_front = asks & (kwargs["position_ids"] < first_position)
     output = read(pairs, asks & ~in_front, real)
     if bool(in_front.any()):
@@ -5010,7 +4988,6 @@ def _sequences(
     starts_q, starts_k = (
         functional.pad(lengths.cumsum(0), (1, 0)) for lengths in (asks.sum(1), pairs.counts + real.sum(1))
     )
-    # What is left out goes behind all sequences.
     of_queries = (starts_q[:-1, None] + asks.cumsum(1) - 1).where(asks, asks.numel())
     of_text = (starts_k[:-1, None] + pairs.counts[:, None] + real.cumsum(1) - 1).where(
         real, len(pairs.keys) + real.numel()
@@ -5027,7 +5004,6 @@ def _sequences(
         return packed(torch.cat([front, text]), torch.cat([of_pairs, of_text.flatten()]))[None, None]
 
     queries = query.unflatten(1, (num_heads, -1)).flatten(0, 1).transpose(1, 2)
-    # The kernel writes nothing to what is left out, no gradient either.
     queries = packed(queries.masked_fill(~asks[:, :, None, None], 0).flatten(0, 1), of_queries.flatten())
     output = attention(
         queries.transpose(0, 1)[None],

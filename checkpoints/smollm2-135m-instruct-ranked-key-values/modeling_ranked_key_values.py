@@ -16,22 +16,9 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from .compressor_base import (
-    Chunks,
-    CompressedContext,
-    CompressorForCausalLM,
-    Float32Linear,
-    HeadwiseModel,
-    HeadwisePairs,
-    KeyValueRecorder,
-    KeyValues,
-    TokenRows,
-    check_context_length,
-    cut,
-    inverse_frequencies,
-    kept_pairs,
-    moved_pairs,
-    slot_counts,
-    text_positions,
+    Chunks, CompressedContext, CompressorForCausalLM, Float32Linear, HeadwiseModel, HeadwisePairs, KeyValueRecorder,
+    KeyValues, TokenRows, check_context_length, cut, inverse_frequencies, kept_pairs, moved_pairs, slot_counts,
+    text_positions
 )
 from .configuration_ranked_key_values import RankedKeyValuesConfig, key_value_shape
 
@@ -89,7 +76,7 @@ class RankedKeyValuesModel(HeadwiseModel):
     # --- contexts behind the opening ---
 
     @property
-    def needs_whole_rows(self) -> bool:  # type: ignore[override]
+    def reads_full_rows(self) -> bool:  # type: ignore[override]
         """Return whether `encode` gets all chunks of a row: the loss of (6) is a row's."""
         return self.training
 
@@ -130,10 +117,10 @@ class RankedKeyValuesModel(HeadwiseModel):
         limit = self.config.max_position_embeddings
         return sys.maxsize if limit is None else limit - self.first_slot_position
 
-    def encode_chunks(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Any]:
+    def encode_chunks(self, chunks: Chunks, ratios: Sequence[Any], **extras: Any) -> Sequence[Any]:
         """See [`CompressorBackbone.encode_chunks`]; keys of chunks that were read right behind the opening move to
         their places in the document."""
-        memories: Any = super().encode_chunks(chunks, ratios, **beside)
+        memories: Any = super().encode_chunks(chunks, ratios, **extras)
         rows = range(0, len(chunks.lengths), chunks.chunks_per_row)
         if max(sum(chunks.lengths[row : row + chunks.chunks_per_row]) for row in rows) > self._most_positions:
             moves = chunks.starts + 1 - chunks.position_ids[:, 0]
@@ -184,7 +171,7 @@ class RankedKeyValuesModel(HeadwiseModel):
 
     # --- what stays of them ---
 
-    def beside_contexts(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
+    def extra_inputs(self, arguments: dict[str, Any], text: Any = None) -> dict[str, Any]:
         return {name: arguments.pop(name) for name in ("own_losses",) if name in arguments}
 
     # Dynamo traces what stands in front of a graph break, the first reading, once more for each frame around it.
@@ -212,8 +199,8 @@ class RankedKeyValuesModel(HeadwiseModel):
 
     def _scored(self, chunks: Chunks) -> tuple[KeyValues, Tensor]:
         """Return (1) and (2), which leave of no layer what its attention reads."""
-        key_values, found = self._read(chunks, lambda layer, states: self.scorers[layer](states))
-        return key_values, _by_head(found)
+        key_values, scores = self._read(chunks, lambda layer, states: self.scorers[layer](states))
+        return key_values, _by_head(scores)
 
     def _read(
         self, chunks: Chunks, take: Callable[[int, Tensor], Tensor] | None = None
@@ -236,8 +223,8 @@ class RankedKeyValuesModel(HeadwiseModel):
         """Return log a of (5), `(num_chunks, num_layers * num_heads, num_tokens)`."""
         pairs = tuple((keys.detach(), values.detach()) for keys, values in key_values)
         ends = self.first_slot_position + chunks.position_ids[:, 0] - 1 + chunks.attention_mask.sum(dim=1)
-        found = self.repeated_attention(pairs, self.opened(chunks)[1], ends, chunks, self.config.repeat_size)
-        attention = torch.stack(found, dim=1).flatten(1, 2)[:, :, self.first_slot_position :]
+        of_layers = self.repeated_attention(pairs, self.opened(chunks)[1], ends, chunks, self.config.repeat_size)
+        attention = torch.stack(of_layers, dim=1).flatten(1, 2)[:, :, self.first_slot_position :]
         return attention.clamp(min=_LEAST_ATTENTION).log()
 
     def _row_errors(self, errors: Tensor, chunks: Chunks) -> Tensor:
@@ -249,12 +236,8 @@ class RankedKeyValuesModel(HeadwiseModel):
 
 
 def _same_starts(memory: CompressedContext, is_long: Tensor) -> tuple[Tensor, Tensor]:
-    """Put all chunks of the rows `is_long` at the same positions (Parallel Context Windows).
-
-    Returns:
-        The first positions of the slots' chunks `(batch_size, num_slots)`, counted from 1, and the positions that each
-        row takes, `(batch_size,)`: of these rows as many as their longest chunk has tokens.
-    """
+    """Put all chunks of the rows `is_long` at the same positions (Parallel Context Windows); return the first position
+    of each slot's chunk, `(batch_size, num_slots)`, counted from 1, and how many each row takes, `(batch_size,)`."""
     starts, lengths, is_real = memory.position_ids, memory.num_context_tokens, memory.attention_mask.bool()
     ends = functional.pad(starts, (0, 1))[:, 1:].where(functional.pad(is_real, (0, 1))[:, 1:], lengths[:, None] + 1)
     longest = (ends - starts).masked_fill(~is_real, 0).amax(dim=1)

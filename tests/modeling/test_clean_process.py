@@ -62,8 +62,8 @@ for source, target, inputs_file, outputs_file, attention in json.load(open(sys.a
     backbone = AutoModel.from_pretrained(source, **settings)
     head = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = head.from_pretrained(source, **settings)
-    for thing in (config, backbone, model):
-        assert type(thing).__module__.startswith("transformers_modules."), type(thing)
+    for kind in (type(config), type(backbone), type(model), model.pipeline_class):
+        assert kind.__module__.startswith("transformers_modules."), kind
     memory = model.compress(inputs["context_input_ids"])
     memory.save(outputs_file + ".memory")
     type(memory).load(outputs_file + ".memory", model_id=model.model_id)
