@@ -60,6 +60,8 @@ _TITLES = {
     "continuation": "perplexity of what follows",
 }
 _BASELINES = {"cut": "truncated text", "bm25": "BM25 sentences"}
+# Cells of a table's rows by title.
+Cells = dict[str, list[str]]
 _STORED, _READ = "stored: kB", "read: positions, kB of KV cache"
 
 
@@ -203,22 +205,27 @@ def f1_of(rows: Iterable[EvaluationRow]) -> list[str]:
     return [_with(row.metrics["f1"], row.intervals["f1"]) for row in rows]
 
 
-def squad_rows(name: str) -> dict[str, list[str]]:
-    """Return scores, baselines, differences and costs of a checkpoint on SQuAD by title.
+def cost_cells(none: list[EvaluationRow], full: list[EvaluationRow], *slots: list[EvaluationRow]) -> Cells:
+    """Return mean kB stored and positions read; a slot is read as one position of a KV cache in bfloat16."""
+    # All have one base.
+    config_file = ROOT / "checkpoints" / CHECKPOINTS[0] / "config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8"))["decoder_config"]
+    position = config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / 1000
+    question, text = (fmean(row.costs["decoder_positions"] for row in rows) for rows in (none, full))
+    read = [text - question, *(fmean(row.costs["slots"] for row in rows) for rows in slots)]
+    stored = [f"{fmean(row.costs['memory_bytes'] for row in rows) / 1000:,.0f}" for rows in slots]
+    # The bytes of the text are not in every result file.
+    text_bytes = [row.costs.get("memory_bytes") for row in full]
+    return {
+        _STORED: ["", f"{fmean(text_bytes) / 1000:.1f}" if all(text_bytes) else "", *stored],
+        _READ: ["", *(f"{count:.0f}, {count * position:,.0f}" for count in read)],
+    }
 
-    Cells are those of no context, the full text and each ratio. A slot is read as one position of the KV cache, whose
-    size is that of bfloat16.
-    """
+
+def squad_rows(name: str) -> Cells:
+    """Return a checkpoint's rows on SQuAD by title; cells are those of no context, the full text and each ratio."""
     rows, ratios = rows_of(name), report_of(name).ratios("question_answering")
     none, full, slots = rows["no_context"], rows["full_context"], [rows[f"ratio={ratio}"] for ratio in ratios]
-    # All have one base.
-    config = json.loads((ROOT / "checkpoints" / CHECKPOINTS[0] / "config.json").read_text(encoding="utf-8"))[
-        "decoder_config"
-    ]
-    position = config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / 1000
-    stored = [row.costs["memory_bytes"] / 1000 for row in (full, *slots)]
-    tokens = full.costs["decoder_positions"] - none.costs["decoder_positions"]
-    read = [tokens, *(row.costs["slots"] for row in slots)]
     cells = {"compressed": f1_of((none, full, *slots))}
     for kind, title in _BASELINES.items():
         cells[title] = ["", "", *f1_of(rows[f"{kind}={ratio}"] for ratio in ratios)]
@@ -226,9 +233,7 @@ def squad_rows(name: str) -> dict[str, list[str]]:
         pairs = [row.differences[f"{kind}={ratio}"] for row, ratio in zip(slots, ratios, strict=True)]
         cells[f"minus {title}"] = ["", "", *(_with(pair["difference"], pair["interval"]) for pair in pairs)]
     cells["retention, %"] = ["", "", *(_with(row.retention, row.intervals["retention"], 0) for row in slots)]
-    cells[_STORED] = ["", *(f"{size:,.0f}" if size > 10 else f"{size:.1f}" for size in stored)]
-    cells[_READ] = ["", *(f"{count:.0f}, {count * position:,.0f}" for count in read)]
-    return cells
+    return cells | cost_cells(*([row] for row in (none, full, *slots)))
 
 
 def score_table() -> str:
@@ -251,11 +256,9 @@ def score_table() -> str:
 def interval_table(name: str) -> str:
     """Return the table of a checkpoint's page: F1 with intervals, differences on the same questions and retention."""
     report, cells, row = report_of(name), squad_rows(name), rows_of(name)["no_context"]
-    text = f"{row.num_samples:,} questions about {row.num_documents} paragraphs, seed {report.settings['seed']}. "
-    none, full = cells["compressed"][:2]
-    header = ["F1", *(f"{ratio}x" for ratio in report.ratios("question_answering"))]
-    table = markdown_table(header, [[title, *of[2:]] for title, of in cells.items()])
-    return f"{text}No context: {none}. Full text: {full}.\n\n{table}"
+    text = f"{row.num_samples:,} questions about {row.num_documents} paragraphs, seed {report.settings['seed']}."
+    header = ["F1", "no context", "full text", *(f"{ratio}x" for ratio in report.ratios("question_answering"))]
+    return f"{text}\n\n{markdown_table(header, [[title, *of] for title, of in cells.items()])}"
 
 
 def family_table(*names: str) -> str:
@@ -265,10 +268,12 @@ def family_table(*names: str) -> str:
         cells = squad_rows(name)
         label = name.removeprefix("smollm2-135m-instruct-").replace("_", " ")
         is_shipped = (ROOT / "checkpoints" / name).is_dir()
-        label = f"[{label}](../../checkpoints/{name}/README.md)" if is_shipped else label
+        label = f"[{label}](../../checkpoints/{name}/README.md)" if is_shipped else f"{label}, adapter from zero"
         body.append([label, *cells["compressed"]])
         for title in (*(f"minus {baseline}" for baseline in _BASELINES.values()), "retention, %"):
             body.append([title, "", "", *cells[title][2:]])
+    # The memories of all have one size.
+    body += [[title, *cells[title]] for title in (_STORED, _READ)]
     ratios = report_of(names[0]).ratios("question_answering")
     return markdown_table(["F1", "no context", "full text", *(f"{ratio}x" for ratio in ratios)], body)
 
@@ -276,8 +281,7 @@ def family_table(*names: str) -> str:
 def task_table(report: EvaluationReport, task: str) -> str:
     """Return the scores on each set of a task, their mean, and the mean difference to each baseline."""
     metric, ratios = report.main_metric(task), report.ratios(task)
-    slots = [f"ratio={ratio}" for ratio in ratios]
-    conditions, body = ["no_context", "full_context", *slots], []
+    conditions, body = ["no_context", "full_context", *(f"ratio={ratio}" for ratio in ratios)], []
     for name in report.datasets(task):
         rows = [report.row(name, task, condition) for condition in conditions]
         domain = ", out of domain" if rows[0].domain == "out" else ""
@@ -291,9 +295,8 @@ def task_table(report: EvaluationReport, task: str) -> str:
         pairs = [differences.get((f"ratio={ratio}", f"{kind}={ratio}")) for ratio in ratios]
         if all(pairs):
             body.append([f"compressed minus {title}, mean", "", "", *(_with(*pair) for pair in pairs)])
-    costs = [[row.costs for row in report.rows if (row.task, row.condition) == (task, name)] for name in slots]
-    for title, name, unit in (("stored: kB, mean", "memory_bytes", 1000), ("read: positions, mean", "slots", 1)):
-        body.append([title, "", "", *(f"{fmean(cost[name] for cost in of_all) / unit:,.0f}" for of_all in costs)])
+    rows = [[row for row in report.rows if (row.task, row.condition) == (task, name)] for name in conditions]
+    body += [[f"{title}, mean", *cells] for title, cells in cost_cells(*rows).items()]
     return markdown_table([_TITLES[task], "no context", "full text", *(f"{ratio}x" for ratio in ratios)], body)
 
 

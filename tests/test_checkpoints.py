@@ -93,6 +93,10 @@ def test_the_text_compressor_is_small_and_loads_with_a_stock_pipeline():
     assert sum(map(len, files(TEXT_COMPRESSOR).values())) <= 25_000_000
     found = pipeline("token-classification", model=str(TEXT_COMPRESSOR))("The museum opened in 1974.")
     assert {entry["entity"] for entry in found} <= {"keep", "drop"}
+    rows = json.loads((ROOT / "benchmarks" / "comparison" / "comparison.json").read_text(encoding="utf-8"))["rows"]
+    scores = {row["scores"].get("f1") for row in rows if row["system"] == "keep_drop_aware"}
+    card = huggingface_hub.ModelCard.load(TEXT_COMPRESSOR / "README.md").data
+    assert {result.metric_value for result in card.eval_results} <= scores
 
 
 def reports_in(content: object) -> list[dict]:

@@ -81,16 +81,13 @@ def rows_of(base_shape: str, ratios: Sequence[int]) -> list[dict[str, Any]]:
 
 def table_of(rows: Sequence[dict[str, Any]], ratios: Sequence[int]) -> str:
     """Return the rows as the page's table."""
-    header = ["method", "base", "own parameters", "light", "whole", *(f"ratio {ratio}" for ratio in ratios), "base"]
+    header = ["method", "light, MB", "whole, MB", *(f"ratio {ratio}" for ratio in ratios)]
     lines = [
         [
-            row["method"].replace("_", " "),
-            row["base"],
-            f"{row['own_parameters'] / 1e6:,.1f}M",
-            f"{BYTES * row['own_parameters'] / 1e6:,.1f} MB",
-            f"{BYTES * row['parameters'] / 1e6:,.0f} MB",
+            row["method"].replace("_", " ") + (f" on {row['base']}" if row["base"] != rows[0]["base"] else ""),
+            f"{BYTES * row['own_parameters'] / 1e6:,.1f}",
+            f"{BYTES * row['parameters'] / 1e6:,.0f}",
             *(f"{row['slot_bytes'] / ratio:,.0f}" for ratio in ratios),
-            f"{row['base_bytes_per_token']:,}",
         ]
         for row in rows
     ]

@@ -88,10 +88,11 @@ def _settings(results: Mapping[str, Any], means: Sequence[Row], titles: Mapping[
 def _bounds(means: Sequence[Row], titles: Mapping[str, str]) -> str:
     bounds = [row for row in means if row["system"] in ("no_context", "full_context")]
     return (
-        "F1, mean over the sets of questions, with 95 % intervals, sorted by F1 at the middle ratio. "
-        + "".join(f"{titles[row['system']]}: {score(row)}. " for row in bounds)
-        + "The verdict compares F1 with truncated text of as many tokens, by ratio where the ratios differ. kB, "
-        "seconds and restored tokens are at the middle ratio.\n"
+        "F1, mean over the sets of questions, with 95 % intervals, sorted by F1 at the middle ratio. The verdict "
+        "compares F1 with truncated text of as many tokens, by ratio where the ratios differ. kB, seconds and "
+        "restored tokens are at the middle ratio.\n\n"
+        + markdown_table(["bound", "F1"], [[titles[row["system"]], score(row)] for row in bounds])
+        + "\n"
     )
 
 

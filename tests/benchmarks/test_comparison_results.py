@@ -43,9 +43,9 @@ def test_the_page_has_scores_and_verdicts(script, comparison, tokenizer, tmp_pat
     assert (row["costs"]["answer_seconds"], other["costs"].get("answer_seconds")) == (0.2, None)
     page.write(content, tmp_path / "page")
     written = (tmp_path / "page" / "README.md").read_text()
-    assert "No context: 0.0 [0.0, 0.0]. Full text: 100.0 [100.0, 100.0]." in written
+    assert re.search(r"\| No context +\| 0.0 \[0.0, 0.0\] +\|\n\| Full text +\| 100.0 \[100.0, 100.0\] \|", written)
     assert "Fewer than 48 questions: LLMLingua 24." in written
-    scores = written[written.index("## Scores") : written.index("## Paired differences")]
+    scores = written[written.index("| system") : written.index("## Paired differences")]
     assert [line.split("|")[1].strip() for line in scores.splitlines() if line.startswith("| ")][1:] == [
         "LongLLMLingua",
         "Truncated text",

@@ -22,7 +22,7 @@ RESULTS = [path for path in BENCHMARKS.rglob("*.json") if not path.stem.endswith
 RESULTS += (ROOT / "checkpoints").glob("*/training_summary.json")
 
 
-_NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+_NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 # `3.0 [1.4, 4.7]` and `3.0 (1.4 to 4.7)`.
 _INTERVAL = re.compile(
     rf"(?<![\w.])({_NUMBER})(?: %| points?)?\s(?:\[({_NUMBER}),\s({_NUMBER})\]|\(({_NUMBER}) to ({_NUMBER})\))"
@@ -77,7 +77,7 @@ def unbacked(page: Path) -> list[str]:
     linked = [(page.parent / target).resolve() for target in re.findall(r"\]\((?!https?://)([^)#]+)", text)]
     folders = {path.parent for path in (page, *linked) if path.is_relative_to(BENCHMARKS)}
     if page.is_relative_to(ROOT / "checkpoints"):
-        folders = {BENCHMARKS / "smollm2"}
+        folders = {BENCHMARKS / ("comparison" if page.parent.name == "minilm-keep-drop" else "smollm2")}
     known = {triple for folder in folders for path in folder.glob("*.json") for triple in triples(read_json(path))}
     for written in (block[0] for folder in folders for path in folder.glob("*.md") for block in blocks(path)):
         known |= {printed(match) for match in _INTERVAL.finditer(written)}
