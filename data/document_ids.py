@@ -46,7 +46,7 @@ def source_ids_of(table: pyarrow.Table) -> set[str]:
 
 
 def record_file(place: str | os.PathLike[str], name: str, on_hub: bool = False) -> Path | None:
-    """Return the path of a file beside a checkpoint, or `None` where there is none."""
+    """Return the path of a file in a checkpoint, or `None` where there is none."""
     path: str | Path | None = Path(place) / name
     if str(place) and not Path(place).is_dir() and on_hub:
         quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}

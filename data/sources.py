@@ -17,7 +17,7 @@ from .prompts import TASKS
 from .synthetic_documents import KINDS, SPLITS
 from .yaml_text import parse_yaml, read_yaml
 
-# What a benchmark says of a question beside it, in the names of kvpress.
+# Columns of a benchmark's questions, in the names of kvpress.
 BENCHMARK_COLUMNS = ("task", "answer_prefix", "max_new_tokens", "all_classes", "length")
 COLUMNS = ("id", "context", "question", "answers", "summary", "text", *BENCHMARK_COLUMNS)
 RETRIEVAL_COLUMNS = ("title", "query", "query_id", "doc_id", "score")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation of a compressor beside its two bounds, no context and full context."""
+"""Evaluation of a compressor and its two bounds, no context and full context."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,7 +56,7 @@ def evaluate_model(
         teacher: language model of the two bounds; the compressor's own decoder when `None`.
         model_name: how the report calls the model; the last part of its Hub id or folder when `None`.
         num_parameters: of a model whose adapters have been merged since.
-        records: by name, the documents that trained and chose the models; those beside their weights when `None`.
+        records: by name, the documents that trained and chose the models; those saved with their weights when `None`.
         resume_from: an unfinished report of the same evaluation, whose rows are not scored again.
         on_result: called with the report after each task on each data set.
 

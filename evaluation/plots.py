@@ -16,7 +16,7 @@ from .rows import FULL_CONTEXT, NO_CONTEXT, ratio_condition, ratio_of
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = "osD^vPX"
-# Letters beside each other under the axes.
+# Letters in a line under the axes.
 _LEGEND_WIDTH = 90
 
 
@@ -101,7 +101,7 @@ def line_figure(title: str, label: str) -> tuple[Figure, Axes]:
 
 
 def save_with_legend(figure: Figure, axes: Axes, path: str | os.PathLike[str]) -> Path:
-    """Put the legend beside the axes, so that it never covers a line, and write the PNG file; returns its path."""
+    """Put the legend outside the axes, so that it never covers a line, and write the PNG file; returns its path."""
     handles, labels = axes.get_legend_handles_labels()
     labels = [textwrap.fill(label, _LEGEND_WIDTH) for label in labels]
     columns = max(1, min(3, _LEGEND_WIDTH // max(map(len, labels))))

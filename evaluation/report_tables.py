@@ -50,7 +50,7 @@ def _rows_table(report: EvaluationReport, task: str) -> str:
 
 
 def _differences_table(report: EvaluationReport, task: str) -> str | None:
-    """Slots beside text at the same number of positions, on the same questions."""
+    """Compare slots with text at the same number of positions, on the same questions."""
     rows = [row for row in report.rows if row.task == task and row.differences]
     body = [
         [

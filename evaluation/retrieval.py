@@ -164,7 +164,7 @@ def evaluate_retrieval(
 ) -> tuple[dict[str, Any], QueryScores]:
     """Rank a corpus, read part by part, for every query at one ratio of both; return a row and each query's scores.
 
-    Savings are those beside one vector for each token, in tokens by vectors, and in pairs of these.
+    Savings are relative to one vector for each token: tokens per vector, and the same for pairs.
     """
     tokenizer = text_tokenizer(tokenizer)
     counts: dict[str, Counter[str]] = {"queries": Counter(), "documents": Counter()}
@@ -256,7 +256,7 @@ def evaluate_collection(
     settings: EvaluationSettings,
     records: Mapping[str, TrainingDocuments | None],
 ) -> tuple[dict[str, Any], list[SampleAnswers]]:
-    """Rank a corpus at several ratios, beside BM25 if `alternatives` has it; a result file's content, and answers."""
+    """Rank a corpus at each ratio, and with BM25 if `alternatives` has it; return the result file and answers."""
     name, allow_trained = model_label(model.name_or_path), settings.allow_trained_documents
     queries, digest = judged_documents(judged)
     content: dict[str, Any] = {

@@ -223,7 +223,7 @@ class SampleBuilder:
         return f"{example['question']}\n{prefix}", ""
 
     def _room(self, task: str, sample: Sample) -> int:
-        """Tokens that the context may have, beside start token, prompt and the longest thing that may follow."""
+        """Return the tokens left for the context after start token, prompt and the longest possible output."""
         limit = self.max_context_tokens or self.settings.max_context_tokens or sys.maxsize
         if self.max_positions is None:
             return limit

@@ -365,20 +365,20 @@ class Seq2SeqScorer(Scorer):
 
 
 def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids that end what a model writes: EOS, and those of its own, such as the end of a chat's turn."""
+    """Return the token ids that end an output: EOS and the model's own, such as the end of a chat's turn."""
     own = model.generation_config.eos_token_id
     own = own if isinstance(own, list) else [own]
     return [id_ for id_ in dict.fromkeys([tokenizer.eos_token_id, *own]) if id_ is not None]
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, when all that a device was told is done."""
+    """Return the time in seconds after all work queued on a device is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return perf_counter()
 
 
 def _position_bytes(model: PreTrainedModel) -> float:
-    """See [`position_bytes`]; NaN of an encoder-decoder, whose decoder reads slots by cross-attention."""
+    """Return the cache's bytes per position; NaN for an encoder-decoder, which reads slots by cross-attention."""
     config = model.config.get_text_config(decoder=True)
     return math.nan if config.is_encoder_decoder else position_bytes(config, model.dtype)

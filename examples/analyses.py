@@ -128,7 +128,7 @@ def draw_singular_values(vectors: dict[str, Tensor], path: Path) -> Path:
 
 
 def attention(arguments: argparse.Namespace) -> None:
-    """EPL, Figures 6 and 7: attention of memory tokens, beside their places under the uniform layout."""
+    """EPL, Figures 6 and 7: attention of memory tokens, and their places under the uniform layout."""
     compressor, ids = loaded(arguments.model, arguments)
     row = torch.tensor([ids], device=compressor.device)
     by_layer = attention_by_head(compressor.base_model, row, ratio=arguments.ratio)

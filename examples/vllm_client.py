@@ -78,7 +78,7 @@ def completion_requests(pipe: Any, memories: list[Any], questions: list[str], st
     asked = [(pipe.tokenizer, question, pipe.model) for question in questions]
     prompts = [memory.to_prompt_embeds(*text, encoding="base64") for text in asked]
     lengths = [len(memory.to_prompt_embeds(*text)) for text in asked]
-    # No field `prompt` beside them: the server refuses an empty one.
+    # They have no field `prompt`: the server refuses an empty one.
     if stream:
         yield from (({"prompt_embeds": prompt}, length) for prompt, length in zip(prompts, lengths, strict=True))
     else:

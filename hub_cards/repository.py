@@ -146,7 +146,7 @@ def _convert(checkpoint: Path, target: Path, weights: str, base_model: str | Non
 
 
 def _complete_code(config: PreTrainedConfig, folder: Path) -> None:
-    """Write the code beside the weights, unless the checkpoint brought its own, and the handler of an endpoint."""
+    """Write the model's code, unless the checkpoint has its own, and the handler of an endpoint into a folder."""
     from ..modeling.checkpoint.remote_code import write_code
 
     files = [folder / f"{entry.partition('.')[0]}.py" for entry in config.auto_map.values()]

@@ -147,7 +147,7 @@ class DataArguments:
 
 @dataclass
 class TrainingFields:
-    """Settings of the training beside those of `trl.SFTConfig`; the command line's help describes each field."""
+    """Settings of the training in addition to those of `trl.SFTConfig`; the command's help describes each field."""
 
     objective: str = _option("compression", ", ".join(OBJECTIVES))
     optimizer: str = _option("adamw", "adamw, or adafactor as in T5, with a relative rate")

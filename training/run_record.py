@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of a training run beside its checkpoint, and the checkpoint that a stopped run resumes."""
+"""Records of a training run in its checkpoint's folder, and the checkpoint that a stopped run resumes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _COMMANDS = {
     "train": ("train", "train a compressor (or a teacher) as a recipe says"),
     "fit": ("fit", "make a compressor of any language model in minutes, without training it"),
     "data": ("data", "write a published data set as Parquet in the columns that training and evaluation read"),
-    "evaluate": ("evaluate", "score a checkpoint beside no context and full context; needles, RULER, retrieval"),
+    "evaluate": ("evaluate", "score a checkpoint against no context and full context; needles, RULER, retrieval"),
     "compare": ("compare", "tell whether a condition or system is better than another on the same questions"),
     "compress": ("compress", "read documents once, and keep each as a memory file"),
     "compress-corpus": ("compress_corpus", "compress a collection into a store, with many processes or machines"),

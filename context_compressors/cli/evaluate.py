@@ -26,8 +26,8 @@ _SOURCE = (
     "as YAML; NAME=SOURCE names one, SOURCE#N draws N of its samples, FILE.yaml lists some"
 )
 _EXAMPLES = """
-# 1,000 questions of one set and 300 of another, beside a reader with an adapter of PEFT that reads the whole text,
-# its beginning, or what BM25 picks; the report grows while it runs, and a second start goes on with it:
+# 1,000 questions of one set and 300 of another, against a PEFT reader of the whole text, its beginning, and BM25's
+# sentences; the same command resumes a stopped run:
 context-compressors evaluate my-compressor --data squad=squad_dev.parquet#1000 --out-of-domain nq_test.parquet#300 \\
     --tasks question_answering --alternatives cut bm25 --teacher reader-lora \\
     --output results.json --keep-answers answers.jsonl --plots plots --resume
@@ -36,7 +36,7 @@ context-compressors evaluate my-compressor --data squad=squad_dev.parquet#1000 -
 context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction continuation \\
     --config '{context_tokens: 256, reconstruction_bleu: true}'
 
-# One fact in running text at two lengths; nDCG@10 at every ratio of a retrieval checkpoint, beside BM25:
+# One fact in running text at two lengths; nDCG@10 at every ratio of a retrieval checkpoint and of BM25:
 context-compressors evaluate my-compressor --tasks needles --data books.parquet --lengths 512 1024 --plots plots
 context-compressors evaluate my-retriever --tasks retrieval --data mteb/scifact --alternatives bm25
 """
@@ -206,9 +206,9 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
         nargs="+",
         default=[],
         metavar="KIND",
-        help="beside each ratio, as many tokens of the text: its beginning (cut), BM25's sentences (bm25), those "
-        "that the base expects least (self_information), or what `text_compressor` keeps (keep_drop), with the "
-        "question (keep_drop_aware)",
+        help="baselines with as many tokens of the text as a memory has slots: its beginning (cut), BM25's sentences "
+        "(bm25), the least expected tokens (self_information), or what `text_compressor` keeps without the question "
+        "(keep_drop) or with it (keep_drop_aware)",
     ),
     argument("--merge-adapters", action="store_true", help="merge the compressor's adapters first, which is faster"),
     argument("--max-samples", type=positive_int, metavar="N", help="samples per data set and task (default: all)"),

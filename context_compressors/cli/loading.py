@@ -53,7 +53,7 @@ def check_ratios(name: str, ratios: Sequence[int | None]) -> None:
 
 
 def _revision_of(name: str) -> tuple[str, str | None]:
-    """A model's place and revision, which stands behind an @ of a Hub id."""
+    """Split `ORG/NAME@REVISION` into a model's name and revision; a folder has no revision."""
     if Path(name).exists():
         return name, None
     place, _, revision = name.partition("@")

@@ -19,7 +19,7 @@ def build_parser() -> NearestNameParser:
         ("what is trained", ModelArguments),
         ("what it is trained on", DataArguments),
         (
-            "how, beside all fields of trl.SFTConfig (learning_rate, max_steps, output_dir ...: --help-all)",
+            "how, in addition to all fields of trl.SFTConfig (learning_rate, max_steps, output_dir ...: --help-all)",
             TrainingFields,
         ),
     ):

@@ -307,7 +307,7 @@ class CompressionDataset(Dataset):
         return taken, ids
 
     def _room(self, task: str, limit: int) -> int:
-        """Tokens that a context's text may have, beside its prefix or the EOS that ends its reconstruction."""
+        """Return the tokens left for a context's text after its prefix or the EOS that ends its reconstruction."""
         if task in _WHOLE_TASKS:
             return max(1, limit - len(self.prefix_ids))
         return min(limit, self.data.max_target_tokens - 1) if task == "reconstruction" else limit

@@ -21,7 +21,7 @@ from ..losses import logits_function, negative_log_likelihood, prediction_positi
 
 # What the log calls a loss over rows of different ratios.
 MIXED_RATIOS = "mixed_ratios"
-# A loss beside that of the text; the log's mean over ratios leaves it out.
+# A loss in addition to that of the text; the log's mean over ratios leaves it out.
 _OWN_LOSS = "own_loss"
 
 
@@ -64,7 +64,7 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         return self._metrics["train" if self.model.training else "eval"]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log; a loss is the mean over ratios, and has the sum that is trained on beside it."""
+        """Log the loss as the mean over ratios, and the sum that is trained on."""
         counts = self._logged.pop("num_ratios_summed", [])
         count = sum(counts) / len(counts) if counts else 1
         own = self._logged.get(_OWN_LOSS) or [0.0]
@@ -181,7 +181,7 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         return torch.stack(losses).sum() + self._share(own_loss, num_items_in_batch)
 
     def _share(self, loss: Tensor | float, num_items_in_batch: Tensor | int | None) -> Tensor | float:
-        """Scale a mean over a batch as the losses beside it, which are parts of a step."""
+        """Scale a mean over a batch as the other losses, which are parts of a step."""
         is_whole = num_items_in_batch is None or not isinstance(loss, Tensor)
         return loss if is_whole else loss / self.current_gradient_accumulation_steps
 
