@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's card: what it is, what it was trained on, its scores beside their bounds, and what it cannot do."""
+"""A checkpoint's card: its use, its training data, its scores with their bounds, and its limits."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import EvalResult, ModelCardData
 from transformers import AutoConfig
 
@@ -25,6 +26,7 @@ from ..evaluation.report import EvaluationReport
 from ..evaluation.report_tables import reservations
 from ..evaluation.rows import BENCHMARK_SCORE, FULL_CONTEXT, NO_CONTEXT, EvaluationRow, ratio_condition
 from ..modeling.checkpoint.checkpoint_card import card_text, facts, hub_fields, public_name, summary_of, usage
+from ..modeling.memory.key_value_memory import position_bytes
 from ..reporting.tables import markdown_table
 
 logger = logging.getLogger(__name__)
@@ -102,15 +104,21 @@ def write_card(
         if len(values := list(dict.fromkeys(vars(report)[name] for report in loaded))) > 1:
             raise ValueError(f"reports on one card must have the same {name}, got {values}")
     training, datasets = _training(folder)
-    notes = " ".join(dict.fromkeys(note for report in loaded for note in _notes(report)))
+    notes = list(dict.fromkeys(note for report in loaded for note in _notes(report)))
+    size = None
+    if loaded and not config.is_encoder_decoder:
+        size = position_bytes(config.get_text_config(decoder=True), torch.bfloat16)
+        end = "whole text" if config.position_layout == "enhanced" else "slots"
+        notes.append("`cache, kB` is what the slots' keys and values take when they are read, in bfloat16.")
+        notes.append(f"The question's position ids continue after the {end}.")
     pictures = [picture for report in loaded for picture in _pictures(report, folder)]
     text = model_card(
         config,
         training,
-        [score for report in loaded for score in _scores(report)],
+        [score for report in loaded for score in _scores(report, size)],
         limits,
         model_id=model_id or public_name(str(folder)),
-        notes=[notes, *pictures],
+        notes=[" ".join(notes), *pictures],
         datasets=datasets,
         license=license,
         new_version=new_version,
@@ -157,7 +165,7 @@ def model_card(
 
 
 def method_text(config: CompressorConfig) -> str:
-    """Return a method's description and citation: its file beside this one, or its configuration's docstring."""
+    """Return a method's description and citation: its file in this folder, or its configuration's docstring."""
     file = Path(__file__).with_name(f"{config.card_text}.md")
     if file.is_file():
         return file.read_text(encoding="utf-8").strip()
@@ -168,7 +176,7 @@ def method_text(config: CompressorConfig) -> str:
 
 
 def score_table(scores: Sequence[Score]) -> str:
-    """Return a Markdown table of scores, beside no context, the baselines and full context, with sizes of memories."""
+    """Return a Markdown table of scores, no context, the baselines and full context, with sizes of memories."""
     if not scores:
         return "Not measured."
     others = list(dict.fromkeys(name for score in scores for name in score.alternatives))
@@ -199,7 +207,8 @@ def _eval_result(score: Score) -> EvalResult:
     )
 
 
-def _scores(report: EvaluationReport) -> list[Score]:
+def _scores(report: EvaluationReport, size: int | None) -> list[Score]:
+    """Return the scores at each ratio; `size` is the bytes of a position in the KV cache."""
     scores = []
     for task in report.tasks():
         for dataset in report.datasets(task):
@@ -208,14 +217,14 @@ def _scores(report: EvaluationReport) -> list[Score]:
                 values = {name: row.metrics[metric] for name, row in rows.items() if metric in row.metrics}
                 for ratio in report.ratios(task):
                     if (name := ratio_condition(ratio)) in values:
-                        scores.append(_score(rows[name], metric, ratio, values))
+                        scores.append(_score(rows[name], metric, ratio, values, size))
     if not scores:
         raise ValueError(f"the report of {report.model} has no compression ratio, but the checkpoint is a compressor")
     return scores
 
 
-def _score(row: EvaluationRow, metric: str, ratio: int, values: Mapping[str, float]) -> Score:
-    """Return a row's score beside those of the same samples under other conditions, `values`."""
+def _score(row: EvaluationRow, metric: str, ratio: int, values: Mapping[str, float], size: int | None) -> Score:
+    """Return a row's score with those of the same samples under other conditions, `values`."""
     low, high = row.intervals.get(metric, (math.nan, math.nan))
     names = {name: f"{kind}={ratio}" for kind, name in _ALTERNATIVES.items()}
     return Score(
@@ -224,20 +233,21 @@ def _score(row: EvaluationRow, metric: str, ratio: int, values: Mapping[str, flo
         no_context=values.get(NO_CONTEXT),
         full_context=values.get(FULL_CONTEXT),
         alternatives={name: values[key] for name, key in names.items() if key in values},
-        costs=_costs(row, metric),
+        costs=_costs(row, metric, size),
     )
 
 
-def _costs(row: EvaluationRow, metric: str) -> dict[str, str]:
+def _costs(row: EvaluationRow, metric: str, size: int | None) -> dict[str, str]:
     """Return the retention of a score and the size of its memory."""
     costs = {}
     if row.retention is not None and metric == row.main_metric:
         costs["retention, %"] = f"{row.retention:.0f}"
     if "slots" in row.costs:
         costs["slots"] = f"{row.costs['slots']:,.0f}"
-        for name, title in (("memory_bytes", "kB"), ("cache_bytes", "cache, kB")):
-            if row.costs.get(name):
-                costs[title] = f"{row.costs[name] / 1000:,.0f}"
+        if "memory_bytes" in row.costs:
+            costs["kB"] = f"{row.costs['memory_bytes'] / 1000:,.0f}"
+        if size is not None:
+            costs["cache, kB"] = f"{row.costs['slots'] * size / 1000:,.0f}"
     return costs
 
 
@@ -268,7 +278,8 @@ def _notes(report: EvaluationReport) -> list[str]:
     full = [row.costs for row in report.rows if row.condition == FULL_CONTEXT]
     sizes = [costs["memory_bytes"] for costs in full if "memory_bytes" in costs]
     if sizes:
-        notes.append(f"A text has {sum(sizes) / len(sizes) / 1000:,.1f} kB on average; `kB` is what its memory takes.")
+        size, dtype = sum(sizes) / len(sizes) / 1000, report.settings["dtype"].removeprefix("torch.")
+        notes.append(f"A text has {size:,.1f} kB on average; `kB` is what its memory takes in {dtype}.")
     if any(row.intervals for row in report.rows):
         notes.append("In brackets: 95 % bootstrap intervals over documents.")
     window = report.settings.get("context_tokens")
