@@ -75,7 +75,7 @@ def _settings(results: Mapping[str, Any], means: Sequence[Row], titles: Mapping[
     sets = ", ".join(f"{name} {entry['questions']}" for name, entry in settings["sets"].items())
     text = f"Questions: {sets}. Contexts have {low} to {high} tokens."
     if run:
-        text += f" Each method was trained on {run['tokens']:,} tokens."
+        text += f" Each method was trained on {run['tokens']:,.0f} tokens."
     if "documents_apart" in results:
         text += " `comparison.json` lists the training, validation and test documents; they are disjoint."
     most = max((row["num_questions"] for row in means), default=0)
