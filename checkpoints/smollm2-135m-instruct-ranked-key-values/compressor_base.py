@@ -1340,8 +1340,9 @@ def seeing_mask(
         return attention_mask
     if implementation not in _WITH_PADS:
         return attention_mask
-    if torch.compiler.is_compiling() and inputs.get("is_causal") is not None:
-        # The pass itself notes it in the configuration.
+    notes_causality = torch.compiler.is_compiling() and inputs.get("is_causal") is not None
+    earlier = getattr(config, "is_causal", None)
+    if notes_causality:
         config.is_causal = inputs["is_causal"]
     if inputs_embeds is None:
         # Only shape, type and device are read.
@@ -1349,6 +1350,11 @@ def seeing_mask(
         inputs_embeds = weight.new_empty((), device=states.device).expand(*states.shape, weight.shape[1])
     offset = 0 if cache is None else cache.get_seq_length()
     masks = create_masks_for_generate(config, inputs_embeds, attention_mask, cache)
+    if notes_causality and earlier is None:
+        # It would hold for the passes that follow, too.
+        del config.is_causal
+    elif notes_causality:
+        config.is_causal = earlier
     if isinstance(masks, dict):
         return {kind: with_sight(mask, offset) for kind, mask in masks.items()}
     return attention_mask if masks is None else with_sight(masks, offset)

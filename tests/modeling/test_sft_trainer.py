@@ -160,7 +160,7 @@ def test_training_without_a_context_warns(form_case, monkeypatch):
 
 @pytest.mark.release
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["icae", "autocompressor", "comprexit", "ranked_key_values"])
+@pytest.mark.parametrize("name", ["mean_pooling", "icae", "autocompressor", "comprexit", "ranked_key_values"])
 def test_compiled_steps_are_the_eager_ones(name, method_cases, tmp_path):
     torch._dynamo.reset()
     weights, plain = [], {"optim": "sgd", "max_grad_norm": 0.0, "max_steps": 2, "learning_rate": 0.1}
