@@ -42,6 +42,7 @@ CHECKPOINTS = (
     "smollm2-135m-instruct-ranked-key-values",
     "smollm2-135m-instruct-mean-pooling",
     "smollm2-135m-instruct-icae",
+    "smollm2-135m-instruct-compression-tokens",
     "smollm2-135m-instruct-comprexit",
     "smollm2-135m-instruct-gmsa",
 )
@@ -266,10 +267,8 @@ def family_table(*names: str) -> str:
     body = []
     for name in names:
         cells = squad_rows(name)
-        label = name.removeprefix("smollm2-135m-instruct-").replace("_", " ")
-        is_shipped = (ROOT / "checkpoints" / name).is_dir()
-        label = f"[{label}](../../checkpoints/{name}/README.md)" if is_shipped else f"{label}, adapter from zero"
-        body.append([label, *cells["compressed"]])
+        label = name.removeprefix("smollm2-135m-instruct-").replace("-", " ")
+        body.append([f"[{label}](../../checkpoints/{name}/README.md)", *cells["compressed"]])
         for title in (*(f"minus {baseline}" for baseline in _BASELINES.values()), "retention, %"):
             body.append([title, "", "", *cells[title][2:]])
     # The memories of all have one size.
