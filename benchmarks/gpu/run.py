@@ -80,6 +80,7 @@ def plan(arguments: argparse.Namespace) -> list[Part]:
         places = ["--data_dir", str(arguments.data), "--output_dir", str(output / "runs" / method)]
         how = ["--base", arguments.base, "--max_steps", str(arguments.steps), "--resume_from_checkpoint", "latest"]
         if arguments.reader is not None:
+            recipes.append("smollm2/from_reader.yaml")
             how += ["--adapter", str(arguments.reader.resolve())]
         return [*_CLI, "train", *recipes, *places, *how, *(f"--{pair}" for pair in arguments.set)]
 

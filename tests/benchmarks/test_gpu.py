@@ -9,6 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from context_compressors.training.arguments import read_recipe
+
 BASE = str(Path(__file__).parents[1] / "checkpoints" / "base")
 SOURCES = "[{generated: true, tasks: [question_answering, reconstruction], weight: 1}]"
 TINY = """
@@ -55,6 +57,15 @@ def test_checkpoints_are_trained_and_asked_and_a_failure_costs_its_own_part(scri
     (output / "runs" / "mean_pooling" / "model.safetensors").unlink()
     assert run.main(arguments) == 1
     assert not (output / "runs" / "mean_pooling" / "model.safetensors").exists()
+
+
+def test_decoders_that_start_as_the_reader_have_its_size(script, tmp_path):
+    run = script("gpu.run")
+    arguments = ["--data", "data", "--output", str(tmp_path), "--reader", "reader"]
+    training = next(part for part in run.plan(run.build_parser().parse_args(arguments)) if part.name == "training")
+    for words in training.commands.values():
+        configs = [read_recipe(word).get("method_config", {}) for word in words if word.endswith(".yaml")]
+        assert [found["decoder_lora"] for found in configs if "decoder_lora" in found][-1] == {"rank": 8, "alpha": 16}
 
 
 def test_archives_hold_the_tracked_files_and_data_in_pieces(script, tmp_path, monkeypatch):
