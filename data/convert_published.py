@@ -180,7 +180,8 @@ def paragraph_rows(records: Iterable[Record], folder: Path | None, split: str) -
 def passage_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
     """2WikiMultihopQA: pairs of title and sentences, in some files as JSON texts, in HotpotQA's columns."""
     for record in records:
-        context, facts = (_parsed(record.get(name)) for name in ("context", "supporting_facts"))
+        fields = (record.get(name) for name in ("context", "supporting_facts"))
+        context, facts = (json.loads(field) if isinstance(field, str) else field for field in fields)
         if not isinstance(context, Mapping):
             context = {"title": [title for title, _ in context], "sentences": [sentences for _, sentences in context]}
         if not isinstance(facts, Mapping):
@@ -285,10 +286,6 @@ def _qasper_answer(answer: Record) -> str:
     if answer["yes_no"] is not None:
         return "yes" if answer["yes_no"] else "no"
     return ", ".join(answer["extractive_spans"]) or answer["free_form_answer"]
-
-
-def _parsed(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
 
 
 _FUNCTIONS: tuple[Callable[[Iterable[Record], Path | None, str], Iterator[Record]], ...] = (

@@ -133,7 +133,8 @@ class DocumentMemories:
 
     def _kept(self, texts: list[str], ids: Sequence[Any]) -> list[str | None]:
         """Return for each text the id that it has, where that is still right, or its own; nothing for a blank one."""
-        names = [self._own_id(text) if text.strip() else None for text in texts]
+        hashes = (hashlib.sha256(text.encode()).hexdigest()[:24] if text.strip() else None for text in texts)
+        names = [f"{of_text}-{self._ratio}x" if of_text else None for of_text in hashes]
         asked = [id_ for id_, name in zip(ids, names, strict=True) if isinstance(id_, str) and name is not None]
         if self.store is None or not asked:
             return names
@@ -144,9 +145,6 @@ class DocumentMemories:
             id_ if isinstance(id_, str) and (id_, text) in right else name
             for id_, text, name in zip(ids, texts, names, strict=True)
         ]
-
-    def _own_id(self, text: str) -> str:
-        return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}-{self._ratio}x"
 
     @property
     def _ratio(self) -> int:

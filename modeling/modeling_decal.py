@@ -456,8 +456,7 @@ class DeCALForConditionalGeneration(CompressorHead, GenerationMixin, DeCALPreTra
         sequence = None
         if cached:
             # The cache holds a row's pads in front.
-            mask = cached_text_mask(attention_mask, input_ids, cached)
-            mask = mask.sort(dim=1).values
+            mask = cached_text_mask(attention_mask, input_ids, cached).sort(dim=1).values
             memory = fitted_memory(memory, self.model, input_ids)
         else:
             text = self.model.text_rows(input_ids, attention_mask)

@@ -71,8 +71,7 @@ def coarser_pairs(memory: Any, ratio: int) -> CompressedContext:
     is_real = torch.arange(num_slots, device=memory.device) < counts[:, None]
     chosen = _chosen(is_kept, chunks, is_real)
     # Of a joined memory parts may be coarser already.
-    tokens = memory.num_context_tokens
-    reached = (tokens + counts - 1) // counts.clamp(min=1)
+    reached = (memory.num_context_tokens + counts - 1) // counts.clamp(min=1)
     return replace(
         memory,
         key_values=_taken(memory.key_values, chosen, is_real),
