@@ -180,7 +180,7 @@ def paragraph_rows(records: Iterable[Record], folder: Path | None, split: str) -
 def passage_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
     """2WikiMultihopQA: pairs of title and sentences, in some files as JSON texts, in HotpotQA's columns."""
     for record in records:
-        fields = (record.get(name) for name in ("context", "supporting_facts"))
+        fields: list[Any] = [record.get(name) for name in ("context", "supporting_facts")]
         context, facts = (json.loads(field) if isinstance(field, str) else field for field in fields)
         if not isinstance(context, Mapping):
             context = {"title": [title for title, _ in context], "sentences": [sentences for _, sentences in context]}
