@@ -72,7 +72,7 @@ class CompressorConfig(PreTrainedConfig):
         embedding_residual: Whether the method adds to the sum of a window's token embeddings over the square root of
             their number: z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), with W = 0 at the
             start. The decoder then learns to read slots soon. No paper has it. Mean pooling's own W takes the place of
-            this one.
+            this one. 500xCompressor adds the sum to its memory tokens, which are zero at the start.
         trainable_parameters: Regular expressions, searched in parameter names, that replace the method's own trainable
             set.
         bos_before_text: Whether a text behind slots starts with BOS where the method has no task token. Otherwise a
@@ -223,10 +223,11 @@ class CompressorConfig(PreTrainedConfig):
 
         # A merged checkpoint's encoder is a copy of the decoder, and reads the same tokens.
         is_another = self.get_encoder_config().vocab_size != self.vocab_size or self.encoder_name_or_path is not None
-        if self.embedding_residual and (self.carrier != "embeddings" or self.is_encoder_decoder or is_another):
+        is_selected = self.carrier != "embeddings" and not self.maps_slots
+        if self.embedding_residual and (is_selected or self.is_encoder_decoder or is_another):
             raise ValueError(
-                "`embedding_residual` adds the decoder's token embeddings to slots. It must be False for key/value "
-                "memories, for encoder-decoders, and where the encoder is another language model, got "
+                "`embedding_residual` adds the decoder's token embeddings to slots or memory tokens. It must be False "
+                "for other key/value memories, for encoder-decoders, and where the encoder is another model, got "
                 f"{self.encoder_name_or_path or self.get_encoder_config().model_type!r}"
             )
 

@@ -18,6 +18,8 @@ class FiveHundredXConfig(MemoryTokensConfig):
 
     model_type = "five_hundred_x_compressor"
     carrier = "key_values"
+    # `embedding_residual` adds pooled embeddings to the memory tokens, whose adapted maps make keys and values.
+    maps_slots = True
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)

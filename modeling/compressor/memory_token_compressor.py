@@ -16,6 +16,7 @@ from ..memory.key_value_memory import KeyValueRecorder, sliding_window
 from ..parts.attention_masks import PAIRWISE_MASKS, mask_for
 from ..parts.base_precision import embedding_scale
 from ..parts.packing import PackedSequence, pack, reads_falling_ids_as_packed, take_places
+from ..parts.pooling import pooled_embeddings
 from ..parts.position_layout import encoder_memory_ids
 from .backbone import slot_counts
 from .chunking import Chunks, Slots, first_places
@@ -103,9 +104,11 @@ class MemoryTokenModel(CompressorModel):
 
     def start_memory_tokens(self, tokens: nn.Parameter) -> None:
         """Give the memory tokens the start values of `memory_start`; a repeated one is the mean of the embedding
-        matrix."""
+        matrix, and those that pooled embeddings are added to are zero."""
         table = self.encoder_backbone.get_input_embeddings()
-        if self.config.num_memory_tokens is None:
+        if self.adds_pooled_embeddings:
+            init.zeros_(tokens)
+        elif self.config.num_memory_tokens is None:
             init.copy_(tokens, embedding_scale(table) * table.weight.float().mean(dim=0, keepdim=True))
         elif self.config.memory_start == "standard_normal":
             init.normal_(tokens)
@@ -117,6 +120,11 @@ class MemoryTokenModel(CompressorModel):
             init.copy_(tokens, table(first).to(tokens).expand(tokens.shape))
         else:
             self._init_like_embeddings(tokens, self.encoder_backbone)
+
+    @property
+    def adds_pooled_embeddings(self) -> bool:
+        """Whether memory tokens whose keys and values are kept start as pooled embeddings (`embedding_residual`)."""
+        return self.config.embedding_residual and self.config.carrier == "key_values"
 
     def memory_vectors(self, num_memory_tokens: int) -> Tensor:
         """Return the first memory tokens (EPL, section 3.1.1), or copies of the one, `(num_memory_tokens,
@@ -145,13 +153,16 @@ class MemoryTokenModel(CompressorModel):
         Elsewhere each ratio has its own tokens, which do not see those of another, or a pass of its own.
         """
         # Without later tokens in sight and with the same positions, fewer tokens are the first ones of more.
-        are_nested = not self.has_bidirectional_memory and self.config.position_layout == "default"
+        are_nested = not (self.has_bidirectional_memory or self.adds_pooled_embeddings)
+        are_nested = are_nested and self.config.position_layout == "default"
         counts = [slot_counts(self.config, chunks.lengths, ratio) for ratio in ratios]
         is_together = are_nested or self.encoder_backbone.config._attn_implementation in PAIRWISE_MASKS
-        for group in [counts] if is_together else [[count] for count in counts]:
-            yield self._joined_rows(chunks, group, are_nested)
+        for places in [slice(None)] if is_together else [slice(i, i + 1) for i in range(len(counts))]:
+            yield self._joined_rows(chunks, counts[places], ratios[places], are_nested)
 
-    def _joined_rows(self, chunks: Chunks, counts: Sequence[Sequence[int]], are_nested: bool) -> MemoryRows:
+    def _joined_rows(
+        self, chunks: Chunks, counts: Sequence[Sequence[int]], ratios: Sequence[int | Tensor], are_nested: bool
+    ) -> MemoryRows:
         """Return the rows of one pass; `counts` has for each ratio the memory tokens of each chunk."""
         layout, config, device = self.config.position_layout, self.encoder_backbone.config, chunks.input_ids.device
         lengths = torch.tensor(chunks.lengths, device=device)
@@ -171,8 +182,13 @@ class MemoryTokenModel(CompressorModel):
         context = chunks.inputs_embeds
         if context is None:
             context = self.encoder_backbone.get_input_embeddings()(chunks.input_ids)
-        tokens = torch.cat([self.memory_vectors(width) for width in widths]).to(context.dtype)
-        joined = torch.cat([context, tokens.expand(len(lengths), -1, -1)], dim=1)
+        tokens = torch.cat([self.memory_vectors(width) for width in widths]).expand(len(lengths), -1, -1)
+        if self.adds_pooled_embeddings:
+            # m_k + |S_k|^(-1/2) sum_{i in S_k} E(x_i), m_k = 0 at the start: no paper has it.
+            row = (context.float(), chunks.attention_mask)
+            sizes = zip(ratios, widths, strict=True)
+            tokens = tokens + torch.cat([pooled_embeddings(*row, r, chunks.lengths, w) for r, w in sizes], dim=1)
+        joined = torch.cat([context, tokens.to(context.dtype)], dim=1)
         inputs: dict[str, Any] = sequence.inputs(joined, torch.cat([chunks.position_ids, *memory_ids], dim=1))
         if len(blocks) > 1 or self.has_bidirectional_memory:
             seen = (widths, self.has_bidirectional_memory, context.dtype)

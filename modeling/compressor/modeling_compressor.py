@@ -33,7 +33,7 @@ from ..parts.base_precision import in_base_precision
 from ..parts.cache_name import CACHE
 from ..parts.lora import DECODER, ENCODER, OWN_ADAPTERS, SHARED, Passes, activated, inject_lora, use_adapter
 from ..parts.packing import PackedSequence, pack, reads_falling_ids_as_packed, text_positions, through_first
-from ..parts.pooling import mean_pool, window_sizes
+from ..parts.pooling import pooled_embeddings
 from .backbone import CompressorBackbone
 from .chunking import Chunks, Slots
 from .validation import (
@@ -167,7 +167,7 @@ class CompressorModel(CompressorBackbone):
 
     def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **extras: Any) -> Sequence[Slots]:
         slots = self.encode(chunks, ratios, **extras)
-        if not self.config.embedding_residual:
+        if not self.config.embedding_residual or self.config.carrier != "embeddings":
             return slots
         embeddings = self._embed_text(chunks.input_ids).float()
         return [self._with_residual(*pair, embeddings, chunks) for pair in zip(slots, ratios, strict=True)]
@@ -175,8 +175,8 @@ class CompressorModel(CompressorBackbone):
     def _with_residual(self, slots: Any, ratio: Any, embeddings: Tensor, chunks: Chunks) -> Tensor:
         """z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), W = 0 at the start.
 
-        The sum of |S_k| embeddings over sqrt(|S_k|) is about as large as one of them, and so is what W maps. Adam
-        moves each weight of W by the same step, so that larger inputs would move a slot by more than its own size.
+        What W maps is as large as an embedding: Adam moves each weight of W by the same step, so that larger inputs
+        would move a slot by more than its own size.
         """
         own = slots.float()
         mask = chunks.attention_mask
@@ -185,12 +185,8 @@ class CompressorModel(CompressorBackbone):
             with torch.autocast(own.device.type, enabled=False):
                 own = functional.rms_norm(own, own.shape[-1:], eps=1e-6) * squares.sqrt()[:, None, None]
                 own = self.residual_map(own)
-        pooled = mean_pool(embeddings, mask, ratio, chunks.lengths)[0]
-        pooled = pooled * window_sizes(mask.sum(dim=1), ratio, pooled.shape[1]).sqrt()[:, :, None]
         # A fixed number of memory tokens may be more or fewer than windows.
-        width = own.shape[1]
-        pooled = functional.pad(pooled, (0, 0, 0, max(0, width - pooled.shape[1])))[:, :width]
-        return (own + pooled).to(slots.dtype)
+        return (own + pooled_embeddings(embeddings, mask, ratio, chunks.lengths, own.shape[1])).to(slots.dtype)
 
     # --- adapters ---
 

@@ -65,6 +65,16 @@ def mean_pool(
     return (sums / sizes[:, :, None]).to(hidden_states.dtype), slot_mask.long()
 
 
+def pooled_embeddings(
+    embeddings: Tensor, attention_mask: Tensor, ratio: int | Tensor, lengths: Sequence[int], width: int
+) -> Tensor:
+    """Return |S_k|^(-1/2) sum_{i in S_k} E(x_i) of right-padded rows, `(batch_size, width, hidden_size)`, with zeros
+    where there are fewer windows than `width`. Such a sum is about as large as one embedding."""
+    pooled = mean_pool(embeddings, attention_mask, ratio, lengths)[0]
+    pooled = pooled * window_sizes(attention_mask.sum(dim=1), ratio, pooled.shape[1]).sqrt()[:, :, None]
+    return functional.pad(pooled, (0, 0, 0, max(0, width - pooled.shape[1])))[:, :width]
+
+
 def window_sizes(num_tokens: Tensor, ratio: int | Tensor, num_slots: int) -> Tensor:
     """Return the tokens in each slot's window, |S_k| of equation 3, `(batch_size, num_slots)`; 1 for padding slots."""
     ratio = ratio if isinstance(ratio, int) else ratio[:, None]

@@ -41,6 +41,24 @@ def test_slots_start_as_pooled_embeddings_and_the_method_adds_to_them(name, meth
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("layout", ["default", "enhanced"])
+@pytest.mark.parametrize("ratios", [[2], [3, 2]])
+def test_memory_tokens_whose_keys_and_values_are_kept_start_as_pooled_embeddings(layout, ratios, method_cases):
+    case = method_cases["five_hundred_x"]
+    fields = {"chunk_size": 6, "position_layout": layout, "embedding_residual": True}
+    model = case.method.causal_lm_class(case.config(**fields)).eval()
+    read, pooled = [], [pooled_embeddings(model, ratio) for ratio in ratios]
+    model.model.language_model.register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(kwargs["inputs_embeds"]), with_kwargs=True
+    )
+    model.compress(IDS, ratio=ratios)
+    rows = torch.cat(read)
+    assert not model.model.memory_embeddings.any()
+    for slot in torch.cat(pooled):
+        assert ((rows - slot).abs().amax(dim=-1) < 1e-5).any(), "a memory token is not its window's pooled embedding"
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", METHODS)
 def test_what_the_method_adds_is_what_it_makes_without_the_residual(name, method_cases):
     model = method_cases[name].build(embedding_residual=True, **METHODS[name])

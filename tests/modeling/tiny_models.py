@@ -147,6 +147,7 @@ METHODS = [
             "uniform": {"chunk_size": 6, "position_layout": "uniform"},
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced"},
             "fixed": {"chunk_size": 6, "memory_tokens": "fixed", "position_layout": "enhanced"},
+            "residual": {"chunk_size": 6, "position_layout": "enhanced", "embedding_residual": True},
             "own_encoder": {"encoder_config": {}},
             "tied": {"decoder_config": {"tie_word_embeddings": True}},
         },
