@@ -1416,6 +1416,16 @@ def mean_pool(
     return (sums / sizes[:, :, None]).to(hidden_states.dtype), slot_mask.long()
 
 
+def pooled_embeddings(
+    embeddings: Tensor, attention_mask: Tensor, ratio: int | Tensor, lengths: Sequence[int], width: int
+) -> Tensor:
+    """Return |S_k|^(-1/2) sum_{i in S_k} E(x_i) of right-padded rows, `(batch_size, width, hidden_size)`, with zeros
+    where there are fewer windows than `width`. Such a sum is about as large as one embedding."""
+    pooled = mean_pool(embeddings, attention_mask, ratio, lengths)[0]
+    pooled = pooled * window_sizes(attention_mask.sum(dim=1), ratio, pooled.shape[1]).sqrt()[:, :, None]
+    return functional.pad(pooled, (0, 0, 0, max(0, width - pooled.shape[1])))[:, :width]
+
+
 def window_sizes(num_tokens: Tensor, ratio: int | Tensor, num_slots: int) -> Tensor:
     """Return the tokens in each slot's window, |S_k| of equation 3, `(batch_size, num_slots)`; 1 for padding slots."""
     ratio = ratio if isinstance(ratio, int) else ratio[:, None]
@@ -4237,7 +4247,7 @@ class CompressorModel(CompressorBackbone):
 
     def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **extras: Any) -> Sequence[Slots]:
         slots = self.encode(chunks, ratios, **extras)
-        if not self.config.embedding_residual:
+        if not self.config.embedding_residual or self.config.carrier != "embeddings":
             return slots
         embeddings = self._embed_text(chunks.input_ids).float()
         return [self._with_residual(*pair, embeddings, chunks) for pair in zip(slots, ratios, strict=True)]
@@ -4250,11 +4260,7 @@ class CompressorModel(CompressorBackbone):
             with torch.autocast(own.device.type, enabled=False):
                 own = functional.rms_norm(own, own.shape[-1:], eps=1e-6) * squares.sqrt()[:, None, None]
                 own = self.residual_map(own)
-        pooled = mean_pool(embeddings, mask, ratio, chunks.lengths)[0]
-        pooled = pooled * window_sizes(mask.sum(dim=1), ratio, pooled.shape[1]).sqrt()[:, :, None]
-        width = own.shape[1]
-        pooled = functional.pad(pooled, (0, 0, 0, max(0, width - pooled.shape[1])))[:, :width]
-        return (own + pooled).to(slots.dtype)
+        return (own + pooled_embeddings(embeddings, mask, ratio, chunks.lengths, own.shape[1])).to(slots.dtype)
 
     # --- adapters ---
 
@@ -4775,9 +4781,11 @@ class MemoryTokenModel(CompressorModel):
 
     def start_memory_tokens(self, tokens: nn.Parameter) -> None:
         """Give the memory tokens the start values of `memory_start`; a repeated one is the mean of the embedding
-        matrix."""
+        matrix, and those that pooled embeddings are added to are zero."""
         table = self.encoder_backbone.get_input_embeddings()
-        if self.config.num_memory_tokens is None:
+        if self.adds_pooled_embeddings:
+            init.zeros_(tokens)
+        elif self.config.num_memory_tokens is None:
             init.copy_(tokens, embedding_scale(table) * table.weight.float().mean(dim=0, keepdim=True))
         elif self.config.memory_start == "standard_normal":
             init.normal_(tokens)
@@ -4789,6 +4797,11 @@ class MemoryTokenModel(CompressorModel):
             init.copy_(tokens, table(first).to(tokens).expand(tokens.shape))
         else:
             self._init_like_embeddings(tokens, self.encoder_backbone)
+
+    @property
+    def adds_pooled_embeddings(self) -> bool:
+        """Whether memory tokens whose keys and values are kept start as pooled embeddings (`embedding_residual`)."""
+        return self.config.embedding_residual and self.config.carrier == "key_values"
 
     def memory_vectors(self, num_memory_tokens: int) -> Tensor:
         """Return the first memory tokens (EPL, section 3.1.1), or copies of the one, `(num_memory_tokens,
@@ -4812,13 +4825,16 @@ class MemoryTokenModel(CompressorModel):
     def memory_rows(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> Iterator[MemoryRows]:
         """Yield `[S(i); M(i)]` for each pass of the encoder, with the memory tokens of all its ratios behind it."""
         # Without later tokens in sight and with the same positions, fewer tokens are the first ones of more.
-        are_nested = not self.has_bidirectional_memory and self.config.position_layout == "default"
+        are_nested = not (self.has_bidirectional_memory or self.adds_pooled_embeddings)
+        are_nested = are_nested and self.config.position_layout == "default"
         counts = [slot_counts(self.config, chunks.lengths, ratio) for ratio in ratios]
         is_together = are_nested or self.encoder_backbone.config._attn_implementation in PAIRWISE_MASKS
-        for group in [counts] if is_together else [[count] for count in counts]:
-            yield self._joined_rows(chunks, group, are_nested)
+        for places in [slice(None)] if is_together else [slice(i, i + 1) for i in range(len(counts))]:
+            yield self._joined_rows(chunks, counts[places], ratios[places], are_nested)
 
-    def _joined_rows(self, chunks: Chunks, counts: Sequence[Sequence[int]], are_nested: bool) -> MemoryRows:
+    def _joined_rows(
+        self, chunks: Chunks, counts: Sequence[Sequence[int]], ratios: Sequence[int | Tensor], are_nested: bool
+    ) -> MemoryRows:
         layout, config, device = self.config.position_layout, self.encoder_backbone.config, chunks.input_ids.device
         lengths = torch.tensor(chunks.lengths, device=device)
         blocks = [[max(of_chunk) for of_chunk in zip(*counts, strict=True)]] if are_nested else counts
@@ -4837,8 +4853,12 @@ class MemoryTokenModel(CompressorModel):
         context = chunks.inputs_embeds
         if context is None:
             context = self.encoder_backbone.get_input_embeddings()(chunks.input_ids)
-        tokens = torch.cat([self.memory_vectors(width) for width in widths]).to(context.dtype)
-        joined = torch.cat([context, tokens.expand(len(lengths), -1, -1)], dim=1)
+        tokens = torch.cat([self.memory_vectors(width) for width in widths]).expand(len(lengths), -1, -1)
+        if self.adds_pooled_embeddings:
+            row = (context.float(), chunks.attention_mask)
+            sizes = zip(ratios, widths, strict=True)
+            tokens = tokens + torch.cat([pooled_embeddings(*row, r, chunks.lengths, w) for r, w in sizes], dim=1)
+        joined = torch.cat([context, tokens.to(context.dtype)], dim=1)
         inputs: dict[str, Any] = sequence.inputs(joined, torch.cat([chunks.position_ids, *memory_ids], dim=1))
         if len(blocks) > 1 or self.has_bidirectional_memory:
             seen = (widths, self.has_bidirectional_memory, context.dtype)

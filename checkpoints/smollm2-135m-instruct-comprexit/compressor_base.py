@@ -1620,6 +1620,16 @@ def mean_pool(
     return (sums / sizes[:, :, None]).to(hidden_states.dtype), slot_mask.long()
 
 
+def pooled_embeddings(
+    embeddings: Tensor, attention_mask: Tensor, ratio: int | Tensor, lengths: Sequence[int], width: int
+) -> Tensor:
+    """Return |S_k|^(-1/2) sum_{i in S_k} E(x_i) of right-padded rows, `(batch_size, width, hidden_size)`, with zeros
+    where there are fewer windows than `width`. Such a sum is about as large as one embedding."""
+    pooled = mean_pool(embeddings, attention_mask, ratio, lengths)[0]
+    pooled = pooled * window_sizes(attention_mask.sum(dim=1), ratio, pooled.shape[1]).sqrt()[:, :, None]
+    return functional.pad(pooled, (0, 0, 0, max(0, width - pooled.shape[1])))[:, :width]
+
+
 def window_sizes(num_tokens: Tensor, ratio: int | Tensor, num_slots: int) -> Tensor:
     """Return the tokens in each slot's window, |S_k| of equation 3, `(batch_size, num_slots)`; 1 for padding slots."""
     ratio = ratio if isinstance(ratio, int) else ratio[:, None]
@@ -4610,7 +4620,7 @@ class CompressorModel(CompressorBackbone):
 
     def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **extras: Any) -> Sequence[Slots]:
         slots = self.encode(chunks, ratios, **extras)
-        if not self.config.embedding_residual:
+        if not self.config.embedding_residual or self.config.carrier != "embeddings":
             return slots
         embeddings = self._embed_text(chunks.input_ids).float()
         return [self._with_residual(*pair, embeddings, chunks) for pair in zip(slots, ratios, strict=True)]
@@ -4623,11 +4633,7 @@ class CompressorModel(CompressorBackbone):
             with torch.autocast(own.device.type, enabled=False):
                 own = functional.rms_norm(own, own.shape[-1:], eps=1e-6) * squares.sqrt()[:, None, None]
                 own = self.residual_map(own)
-        pooled = mean_pool(embeddings, mask, ratio, chunks.lengths)[0]
-        pooled = pooled * window_sizes(mask.sum(dim=1), ratio, pooled.shape[1]).sqrt()[:, :, None]
-        width = own.shape[1]
-        pooled = functional.pad(pooled, (0, 0, 0, max(0, width - pooled.shape[1])))[:, :width]
-        return (own + pooled).to(slots.dtype)
+        return (own + pooled_embeddings(embeddings, mask, ratio, chunks.lengths, own.shape[1])).to(slots.dtype)
 
     # --- adapters ---
 

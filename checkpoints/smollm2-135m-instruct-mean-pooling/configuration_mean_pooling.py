@@ -309,10 +309,11 @@ class CompressorConfig(PreTrainedConfig):
             )
 
         is_another = self.get_encoder_config().vocab_size != self.vocab_size or self.encoder_name_or_path is not None
-        if self.embedding_residual and (self.carrier != "embeddings" or self.is_encoder_decoder or is_another):
+        is_selected = self.carrier != "embeddings" and not self.maps_slots
+        if self.embedding_residual and (is_selected or self.is_encoder_decoder or is_another):
             raise ValueError(
-                "`embedding_residual` adds the decoder's token embeddings to slots. It must be False for key/value "
-                "memories, for encoder-decoders, and where the encoder is another language model, got "
+                "`embedding_residual` adds the decoder's token embeddings to slots or memory tokens. It must be False "
+                "for other key/value memories, for encoder-decoders, and where the encoder is another model, got "
                 f"{self.encoder_name_or_path or self.get_encoder_config().model_type!r}"
             )
 
