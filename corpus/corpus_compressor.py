@@ -12,7 +12,7 @@ import pyarrow
 
 from ..configuration.nearest_names import check_choice
 from ..modeling.memory.compressed_context import CompressedContext
-from ..modeling.parts.length_batches import length_batches
+from ..modeling.parts.packing import length_batches
 from ..modeling.parts.text_ids import check_texts
 from .memory_columns import STORE_DTYPES, MemoryForm, in_store_dtype, memory_table
 

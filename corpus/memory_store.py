@@ -177,7 +177,7 @@ class MemoryStore:
 
     def contains(self, ids: Sequence[str]) -> list[bool]:
         """Return for each id True if the store has it."""
-        stored = {name for table in self._found(ids, ["id"]) for name in table["id"].to_pylist()}
+        stored = {name for table in self._tables_with(ids, ["id"]) for name in table["id"].to_pylist()}
         return [name in stored for name in ids]
 
     def ratios(self) -> set[int]:
@@ -197,7 +197,7 @@ class MemoryStore:
         """Read columns of some rows, in the order of the ids; all of them if none are named. Errors as `get`."""
         distinct = list(dict.fromkeys(ids))
         names = None if columns is None else list(dict.fromkeys(["id", *columns]))
-        table = pyarrow.concat_tables(self._found(distinct, names))
+        table = pyarrow.concat_tables(self._tables_with(distinct, names))
         places = {name: place for place, name in enumerate(table["id"].to_pylist())}
         if len(places) < len(distinct):
             missing = [name not in places for name in distinct]
@@ -209,7 +209,7 @@ class MemoryStore:
         for batch in self._dataset.to_batches(batch_size=_ROWS_AT_ONCE):
             _check_sums(pyarrow.Table.from_batches([batch]))
 
-    def _found(self, ids: Sequence[str], columns: list[str] | None) -> Iterator[pyarrow.Table]:
+    def _tables_with(self, ids: Sequence[str], columns: list[str] | None) -> Iterator[pyarrow.Table]:
         for start in range(0, len(ids), _IDS_AT_ONCE):
             chosen = _filter(ids[start : start + _IDS_AT_ONCE])
             # The wide columns are read for the rows alone that the ids choose.

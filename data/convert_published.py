@@ -240,7 +240,7 @@ def paper_question_rows(records: Iterable[Record], folder: Path | None, split: s
         sections = ["\n".join([part["section_name"] or "", *part["paragraphs"]]).strip() for part in parts]
         text = "\n\n".join(filter(None, [record["title"], record["abstract"], *sections]))
         for question in record["qas"]:
-            answers = [_qasper_answer(given["answer"]) for given in question["answers"]]
+            answers = [_qasper_answer(annotation["answer"]) for annotation in question["answers"]]
             yield {
                 "id": question["question_id"],
                 "context": text,

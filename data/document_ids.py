@@ -36,7 +36,7 @@ def source_ids(source_texts: Sequence[str] | None) -> list[str]:
 
 def ends_as_source(text: str, source_texts: Sequence[str] | None) -> bool:
     """Return True if a row's text reaches the end of a document; False if it is cut from a longer text."""
-    return not source_texts or any(whole.rstrip().endswith(text.rstrip()) for whole in source_texts)
+    return not source_texts or any(source.rstrip().endswith(text.rstrip()) for source in source_texts)
 
 
 def source_ids_of(table: pyarrow.Table) -> set[str]:

@@ -16,8 +16,7 @@ import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import nearest
-from ..modeling.parts.prompting import DOCUMENT_END
-from ..modeling.parts.text_ids import encode, encode_all
+from ..modeling.parts.text_ids import DOCUMENT_END, encode, encode_all
 from .columns import (
     column_of,
     complete_rows,
@@ -284,10 +283,10 @@ class TextColumn:
 
     def passages(self, text: int) -> list[list[int]]:
         """Return the token ids of a context's passages; of a text, its own."""
-        whole = self.text(text)
-        if isinstance(whole, PassageText):
-            return encode_all(self._tokenizer, whole.passages)
-        return [encode(self._tokenizer, whole) if whole.strip() else []]
+        content = self.text(text)
+        if isinstance(content, PassageText):
+            return encode_all(self._tokenizer, content.passages)
+        return [encode(self._tokenizer, content) if content.strip() else []]
 
 
 class FileSource:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.configuration_memory_tokens import TASK_TOKENS
-from ..modeling.parts.prompting import restored_ids
+from ..modeling.parts.text_ids import restored_ids
 from .prompts import TASKS
 
 NUM_SENTINELS = 100

@@ -60,11 +60,11 @@ def self_information(model: PreTrainedModel, start_token_id: int, context_ids: S
     ids = torch.tensor([[start_token_id, *context_ids]], device=model.device)
     with model.base_language_model():
         states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-    found = []
+    surprises = []
     # The logits of a long context would be the largest tensor of the evaluation.
     for part, labels in zip(states.split(_LOGITS_AT_ONCE, 1), ids[:, 1:].split(_LOGITS_AT_ONCE, 1), strict=True):
-        found += cross_entropy(model.text_logits(part)[0].float(), labels[0], reduction="none").tolist()
-    return found
+        surprises += cross_entropy(model.text_logits(part)[0].float(), labels[0], reduction="none").tolist()
+    return surprises
 
 
 def bm25_context(

@@ -90,18 +90,18 @@ def sources_of_task(sources: Sequence[str], task: str, lengths: Sequence[int]) -
 
 def source_in_report(source: DataSource) -> dict[str, Any]:
     """Return the fields of a source for a report, as JSON holds them, of files and folders the last part alone."""
-    found = {
+    shown = {
         field.name: value
         for field in fields(source)
         if field.name not in _NOT_IN_REPORT and (value := vars(source)[field.name]) != field.default
     }
     if source.path is not None:
-        found["path"] = Path(source.path).name
+        shown["path"] = Path(source.path).name
         # A file has none.
-        found.pop("split", None)
+        shown.pop("split", None)
     if source.name is not None:
-        found |= {"name": model_label(source.name), "split": source.split}
-    return json.loads(json.dumps(found, default=str))
+        shown |= {"name": model_label(source.name), "split": source.split}
+    return json.loads(json.dumps(shown, default=str))
 
 
 def data_set_name(source: DataSource) -> str:

@@ -14,9 +14,8 @@ from ..data.document_ids import TrainingDocuments
 from ..data.prompts import default_prompts
 from ..data.task_tokens import task_start_ids
 from ..modeling.checkpoint.fingerprints import settings_fingerprint, weights_fingerprint
-from ..modeling.parts.base_precision import trained_base_weights
-from ..modeling.parts.prompting import context_opening
-from ..modeling.parts.text_ids import text_tokenizer
+from ..modeling.parts.base_pass import trained_base_weights
+from ..modeling.parts.text_ids import context_opening, text_tokenizer
 from ..reporting.result_files import rounded
 from .held_out import Sources, add_record, compare_sources
 from .metrics import BertScorer

@@ -47,11 +47,11 @@ def compare_sources(
     allow_shared: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Compare the documents of each data set with what models have seen; `ValueError` where some are shared."""
-    found: dict[str, dict[str, Any]] = {}
+    comparisons: dict[str, dict[str, Any]] = {}
     faults = []
     for model, record in records.items():
         if record is None:
-            found[model] = {"record": "none"}
+            comparisons[model] = {"record": "none"}
             continue
         shared: dict[str, dict[str, int]] = {}
         for part in _PARTS:
@@ -64,7 +64,7 @@ def compare_sources(
                 total = len({id_ for sample in samples for id_ in sample.source_ids})
                 names = ", ".join(sorted(named.values())[:_SHOWN]) + ", ..." * (len(named) > _SHOWN)
                 faults.append(f"{len(named)} of {total} documents of {name!r} {part} {model} (samples {names})")
-        found[model] = {
+        comparisons[model] = {
             "record": "whole" if record.is_whole else "in part",
             "trained": len(record.trained),
             "chose": len(record.chose),
@@ -75,4 +75,4 @@ def compare_sources(
             f"{'; '.join(faults)}: what is reported must share no document with what trained or chose; "
             "`allow_trained_documents` scores them all the same, and the report says so"
         )
-    return found
+    return comparisons

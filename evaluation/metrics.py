@@ -36,8 +36,8 @@ def normalize_answer(text: str) -> str:
 
 def holds_answer(answer: str, accepted: Sequence[str]) -> bool:
     """Return whether an answer holds an accepted one as whole words, both in SQuAD's normal form."""
-    given = f" {normalize_answer(answer)} "
-    return any(f" {normalize_answer(text)} " in given for text in accepted)
+    padded_answer = f" {normalize_answer(answer)} "
+    return any(f" {normalize_answer(text)} " in padded_answer for text in accepted)
 
 
 def squad_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
@@ -54,12 +54,12 @@ def squad_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]
 
 def substring_accuracy(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     """Share of outputs that contain one of their answers, both in SQuAD's normal form, 0 to 100."""
-    found = 0
+    num_right = 0
     for prediction, answers in zip(predictions, references, strict=True):
         output = normalize_answer(prediction)
         normalized = [normalize_answer(answer) for answer in answers]
-        found += any(answer in output if answer else not output for answer in normalized)
-    return 100.0 * found / len(predictions)
+        num_right += any(answer in output if answer else not output for answer in normalized)
+    return 100.0 * num_right / len(predictions)
 
 
 def rouge_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
@@ -187,9 +187,9 @@ def benchmark_max_new_tokens(row: Mapping[str, Any]) -> int | None:
 
 def _qa_f1(prediction: str, answer: str) -> float:
     """Return the F1 of two bags of words."""
-    found, wanted = normalize_answer(prediction).split(), normalize_answer(answer).split()
-    common = sum((Counter(found) & Counter(wanted)).values())
-    return 2 * common / (len(found) + len(wanted)) if common else 0.0
+    predicted, wanted = normalize_answer(prediction).split(), normalize_answer(answer).split()
+    common = sum((Counter(predicted) & Counter(wanted)).values())
+    return 2 * common / (len(predicted) + len(wanted)) if common else 0.0
 
 
 def _rouge_l(prediction: str, answer: str) -> float:
@@ -207,8 +207,8 @@ def _rouge_l(prediction: str, answer: str) -> float:
 
 def _share_of_numbers(prediction: str, number: str) -> float:
     """Return the share of the numbers in an output that are the right one."""
-    found = re.findall(r"\d+", prediction)
-    return found.count(number) / len(found) if found else 0.0
+    numbers = re.findall(r"\d+", prediction)
+    return numbers.count(number) / len(numbers) if numbers else 0.0
 
 
 def _paragraph(prediction: str, answer: str) -> float:
@@ -246,18 +246,18 @@ def _label(prediction: str, answers: Sequence[str], classes: Sequence[str]) -> f
     return max(_classification(prediction, answer, classes) for answer in answers)
 
 
-def _found(prediction: str, answers: Sequence[str]) -> list[bool]:
+def _occurrences(prediction: str, answers: Sequence[str]) -> list[bool]:
     text = re.sub(r"[\x00-\x1f]", "\n", prediction).lower()
     return [answer.lower() in text for answer in answers]
 
 
 def _all_strings(prediction: str, answers: Sequence[str], classes: Sequence[str]) -> float:
-    found = _found(prediction, answers)
-    return sum(found) / len(found)
+    occurrences = _occurrences(prediction, answers)
+    return sum(occurrences) / len(occurrences)
 
 
 def _any_string(prediction: str, answers: Sequence[str], classes: Sequence[str]) -> float:
-    return float(any(_found(prediction, answers)))
+    return float(any(_occurrences(prediction, answers)))
 
 
 # Task -> score and most new tokens.

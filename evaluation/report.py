@@ -156,7 +156,7 @@ class EvaluationReport:
 
     def mean_differences(self, task: str, metric: str) -> dict[tuple[str, str], Average]:
         """(Condition, alternative at as many positions) -> their mean difference over all data sets of a task."""
-        datasets, found = self.datasets(task), {}
+        datasets, differences = self.datasets(task), {}
         pairs = dict.fromkeys(
             (row.condition, other) for row in self.rows if row.task == task for other in row.differences
         )
@@ -166,8 +166,8 @@ class EvaluationReport:
             if len(entries) == len(datasets) and all(entry["metric"] == metric for entry in entries):
                 mean = math.fsum(entry["difference"] for entry in entries) / len(entries)
                 interval = interval_of_mean(mean, [entry["interval"] for entry in entries])
-                found[condition, other] = mean, None if math.isnan(interval[0]) else interval
-        return found
+                differences[condition, other] = mean, None if math.isnan(interval[0]) else interval
+        return differences
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON values: NaN is `null`, an infinite score the string "inf"."""

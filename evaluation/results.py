@@ -89,30 +89,30 @@ class Tally:
 
     def statistics(self, task: str, bert_scorer: BertScorer | None = None) -> dict[str, Statistic]:
         """The task's metrics."""
-        found: dict[str, Statistic] = {}
+        metrics: dict[str, Statistic] = {}
         if task == "question_answering":
             if all(sample.metric is not None for sample in self.samples):
-                found[BENCHMARK_SCORE] = mean_statistic(
+                metrics[BENCHMARK_SCORE] = mean_statistic(
                     [
                         sample.metric.score(self.predictions[row], sample.references)  # type: ignore[union-attr]
                         for row, sample in enumerate(self.samples)
                     ]
                 )
-            found |= self._means(squad_scores)
-            found |= self._means(lambda *texts: {"substring_accuracy": substring_accuracy(*texts)})
-            found |= self._means(rouge_scores)
+            metrics |= self._means(squad_scores)
+            metrics |= self._means(lambda *texts: {"substring_accuracy": substring_accuracy(*texts)})
+            metrics |= self._means(rouge_scores)
             if self.targets is not None:
-                found["answer_perplexity"] = self.targets.perplexity()
+                metrics["answer_perplexity"] = self.targets.perplexity()
         elif task == "summarization":
-            found |= self._means(rouge_scores)
-            found |= self._means(lambda *texts: {"rougeLsum": rouge_lsum(*texts)})
+            metrics |= self._means(rouge_scores)
+            metrics |= self._means(lambda *texts: {"rougeLsum": rouge_lsum(*texts)})
         elif self.targets is not None:
-            found |= {"token_accuracy": self.targets.token_accuracy(), "perplexity": self.targets.perplexity()}
+            metrics |= {"token_accuracy": self.targets.token_accuracy(), "perplexity": self.targets.perplexity()}
             if self.recovered is not None:
-                found |= self._restoration(self.recovered)
+                metrics |= self._restoration(self.recovered)
         if bert_scorer is not None and self.predictions:
-            found |= self._means(lambda *texts: {"bert_score_f1": bert_scorer.score(*texts)})
-        return found
+            metrics |= self._means(lambda *texts: {"bert_score_f1": bert_scorer.score(*texts)})
+        return metrics
 
     def _restoration(self, recovered: GivenTokens) -> dict[str, Statistic]:
         rows = list(enumerate(self.samples))
@@ -181,7 +181,7 @@ def add_results(
     documents = [sample.document for sample in samples]
     num_documents = len(set(documents))
     statistics = {name: tally.statistics(task, bert_scorer) for name, tally in tallies.items()}
-    flat = {(name, metric): found for name, metrics in statistics.items() for metric, found in metrics.items()}
+    flat = {(name, metric): statistic for name, metrics in statistics.items() for metric, statistic in metrics.items()}
     main = BENCHMARK_SCORE if BENCHMARK_SCORE in next(iter(statistics.values())) else MAIN_METRICS[task]
     resampled = resampled_scores(flat, documents, num_resamples, seed)
 

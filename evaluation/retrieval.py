@@ -101,8 +101,8 @@ class Rankings:
 
     def documents(self) -> list[list[str]]:
         """Return the ids of each query's documents, the best first, without those at minus infinity."""
-        found = self._scores > -torch.inf
-        return [ids[kept].tolist() for ids, kept in zip(self._ids, found.numpy(), strict=True)]
+        is_document = self._scores > -torch.inf
+        return [ids[kept].tolist() for ids, kept in zip(self._ids, is_document.numpy(), strict=True)]
 
 
 def ndcg(ranking: Sequence[str], grades: Mapping[str, float], top_k: int = 10) -> float:
@@ -148,7 +148,7 @@ def query_answers(collection: str, judged: JudgedQueries, scores: Mapping[str, Q
             query,
             list(grades),
             {},
-            {name: {metric: values[row] for metric, values in found.items()} for name, found in scores.items()},
+            {name: {metric: values[row] for metric, values in of_model.items()} for name, of_model in scores.items()},
         )
         for row, (id_, query, grades) in enumerate(rows)
     ]
@@ -210,12 +210,12 @@ def judged_documents(judged: JudgedQueries) -> tuple[list[Sources], str]:
     """Return the documents that answer each query, and a digest of queries and corpus, from one reading of it."""
     digest = hashlib.sha256(repr((judged.query_ids, judged.queries, judged.grades)).encode())
     relevant = {key for grades in judged.grades for key in grades}
-    found = {}
+    document_ids = {}
     for key, text in judged.documents():
         digest.update(repr((key, text)).encode())
         if key in relevant:
-            found[key] = document_id(text)
-    answers = [tuple(found[key] for key in grades if key in found) for grades in judged.grades]
+            document_ids[key] = document_id(text)
+    answers = [tuple(document_ids[key] for key in grades if key in document_ids) for grades in judged.grades]
     return [Sources(*pair) for pair in zip(judged.query_ids, answers, strict=True)], digest.hexdigest()[:16]
 
 

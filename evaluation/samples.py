@@ -15,9 +15,8 @@ from ..data.document_ids import document_id, ends_as_source, source_ids
 from ..data.prompts import TASKS, format_prompt
 from ..data.rows import PassageText, answer_text
 from ..data.sources import is_of_benchmark
-from ..modeling.parts.prompting import before_answer, cut_passages
-from ..modeling.parts.prompting import prompt_ids as make_prompt_ids
-from ..modeling.parts.text_ids import encode, prefix_ids
+from ..modeling.parts.text_ids import before_answer, cut_passages, encode, prefix_ids
+from ..modeling.parts.text_ids import prompt_ids as make_prompt_ids
 from .metrics import BenchmarkMetric, benchmark_max_new_tokens, benchmark_metric
 from .settings import WRITTEN_TASKS, EvaluationSettings
 
@@ -172,12 +171,12 @@ class SampleBuilder:
         """Make the samples of a task, those of a reconstruction at several lengths as data sets of their own."""
         if task != "reconstruction" or lengths is None:
             return [(dataset, task, self.build(dataset, task, max_samples))]
-        found = []
+        sets = []
         for length in lengths:
             builder = replace(self, settings=replace(self.settings, context_tokens=length))
             named = replace(dataset, name=f"{dataset.name}, {length} tokens")
-            found.append((named, task, builder.build(named, task, max_samples, length)))
-        return found
+            sets.append((named, task, builder.build(named, task, max_samples, length)))
+        return sets
 
     def _sample(self, task: str, example: Mapping[str, Any], rng: random.Random) -> Sample:
         prompt, prefix = self._prompt(task, example)
@@ -290,9 +289,9 @@ def _check_text(value: Any, column: str, name: str, row: int, may_be_blank: bool
 
 def accepted_answers(value: Any, name: str, row: int) -> list[str]:
     """The accepted answers, from a list of texts, a single answer, or SQuAD's mapping with `text`."""
-    found: Any = value.get("text") if isinstance(value, Mapping) else value
-    is_list = isinstance(found, Sequence) and not isinstance(found, str)
-    answers = list(found) if is_list else [] if found is None or found != found else [answer_text(found)]
+    content: Any = value.get("text") if isinstance(value, Mapping) else value
+    is_list = isinstance(content, Sequence) and not isinstance(content, str)
+    answers = list(content) if is_list else [] if content is None or content != content else [answer_text(content)]
     if not answers or not all(isinstance(answer, str) and answer.strip() for answer in answers):
         raise ValueError(
             f"data set {name!r}: answers must be one or more texts, none blank, got {value!r} in row {row} (counted "

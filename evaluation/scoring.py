@@ -16,9 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, RepetitionPen
 from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from ..modeling.memory.key_value_memory import position_bytes
 from ..modeling.memory.memory_quantization import QUANTIZATIONS
-from ..modeling.parts.length_batches import length_batches
-from ..modeling.parts.prompting import restored_ids
-from ..modeling.parts.text_ids import context_end_ids, context_start_ids, start_token_id
+from ..modeling.parts.packing import length_batches
+from ..modeling.parts.text_ids import context_end_ids, context_start_ids, restored_ids, start_token_id
 from ..modeling.text_compressor import TextCompressor
 from .alternatives import (
     BM25,
@@ -98,13 +97,13 @@ class Scorer:
     ) -> dict[str, Tally]:
         """Score a task under all conditions, by sample."""
         written = task in WRITTEN_TASKS
-        given = not written or (task == "question_answering" and self.settings.answer_perplexity)
+        scores_targets = not written or (task == "question_answering" and self.settings.answer_perplexity)
         restores = task == "reconstruction" and self.settings.reconstruction_bleu
         conditions = [condition for condition in self.conditions if condition.serves(task)]
         tallies = {
             condition.name: Tally(
                 samples,
-                GivenTokens(len(samples)) if given else None,
+                GivenTokens(len(samples)) if scores_targets else None,
                 GivenTokens(len(samples)) if restores else None,
                 position_bytes=_position_bytes(condition.model),
             )

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..modeling.compressor.backbone import CompressorBackbone
-from ..modeling.compressor.chunking import Chunks, cut
+from ..modeling.compressor.backbone import Chunks, CompressorBackbone, cut
 from ..modeling.compressor.validation import check_context_length, measure_rows, resolve_ratios
-from ..modeling.parts.attention_masks import copy_with_shared_weights
+from ..modeling.parts.base_pass import copy_with_shared_weights
 from ..modeling.parts.text_ids import text_tokenizer
 
 PLAN, ATTENTION, WINDOWS, KEPT = "plan", "attention", "windows", "kept"
@@ -37,8 +36,7 @@ def one_chunk(
             f"slots are shown of a context of 1 to {config.chunk_size or 'any number of'} tokens (one chunk), "
             f"got {max(context.lengths)}"
         )
-    if config.encoder_limit is not None:
-        check_context_length(config.get_encoder_config(), int(chunks.position_ids.max()) + 1, config.chunk_size)
+    check_context_length(config, int(chunks.position_ids.max()) + 1)
     return chunks, ratios[0]
 
 
@@ -108,14 +106,14 @@ class SlotOrigins:
 
     def strongest(self, most: int) -> list[list[tuple[int, float]]]:
         """Return the places of each slot's tokens in the document and their weights, in the order of the text."""
-        found, first = [], 0
+        strongest, first = [], 0
         for weights in self.chunks:
             for slot in weights:
                 values, places = slot.topk(min(most, len(slot)))
                 pairs = zip((places + first).tolist(), values.tolist(), strict=True)
-                found.append(sorted(pair for pair in pairs if pair[1] >= 0.01 * float(values[0])))
+                strongest.append(sorted(pair for pair in pairs if pair[1] >= 0.01 * float(values[0])))
             first += weights.shape[1]
-        return found
+        return strongest
 
 
 @torch.inference_mode()

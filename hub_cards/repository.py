@@ -291,8 +291,8 @@ def _check_texts(folder: Path, texts: Mapping[Path, str]) -> None:
         known = next((place for place in own if f"{place}{os.sep}" in text or f'"{place}"' in text), None)
         if path.name not in _VOCABULARIES:
             searched[path] = text
-            found = _LOCAL_PATH.search(text)
-            known = known or (found and found[0])
+            match = _LOCAL_PATH.search(text)
+            known = known or (match and match[0])
         if known:
             raise ValueError(f"{path} names a place on one machine, {known}: take it out, or pass --include {path}")
         if path.suffix == ".json" and (code := _REMOTE_CODE.search(text)):

@@ -17,8 +17,8 @@ from transformers import initialization as init
 
 from ..configuration.configuration_activation_beacon import ActivationBeaconConfig
 from ..configuration.configuration_compressor import max_positions
+from .compressor.backbone import Chunks
 from .compressor.causal_lm import CompressorForCausalLM
-from .compressor.chunking import Chunks
 from .compressor.modeling_compressor import CompressorModel
 from .compressor.validation import measure_rows, resolve_ratios
 from .memory.compressed_context import CompressedContext, KeyValues
@@ -387,12 +387,12 @@ class ActivationBeaconModel(CompressorModel):
         position_ids = (num_slots + torch.arange(window.sources.shape[1])).to(device)
         cache = RecordingCache(memory.numbered(), window.kept.to(device))
         with self.beacon_maps.at(window.beacons, backbone, self.config.beacon_maps):
-            states = self.encoder_states(
+            states = self.encoder_outputs(
                 inputs_embeds=torch.where(window.is_beacon[:, :, None], beacon, tokens),
                 attention_mask=torch.cat([slot_mask, window.attention_mask], dim=1),
                 position_ids=position_ids,
                 cache=cache,
-            )
+            ).last_hidden_state
         kept = cache.recorder.close(self.dtype)
         memory = memory.with_window(kept, num_slots + window.kept, window.num_kept)
         return take_places(states, window.tokens), memory

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..configuration.configuration_autocompressor import AutoCompressorConfig
-from .compressor.backbone import slot_counts
+from .compressor.backbone import Chunks, Slots, first_places, slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
-from .compressor.chunking import Chunks, Slots, first_places
 from .compressor.memory_token_compressor import MemoryTokenModel
 from .compressor.validation import check_context_length
 from .parts.lora import SHARED, lora_layers
@@ -73,7 +72,7 @@ class AutoCompressorModel(MemoryTokenModel):
             segment = slice(index, None, chunks.chunks_per_row)
             ids, segment_mask, own = chunks.input_ids[segment], chunks.attention_mask[segment], counts[segment]
             places = list(map(sum, zip(num_before, chunks.lengths[segment], own, strict=True)))
-            check_context_length(self.encoder_backbone.config, max(places), self.config.chunk_size)
+            check_context_length(self.config, max(places))
             is_full = min(places) == soft_prompt.shape[1] + ids.shape[1] + max(own)
             _, summary = self.read_segment(ids, segment_mask, soft_prompt, mask, own, is_full)
             summaries.append(torch.nn.functional.pad(summary, (0, 0, 0, max(counts) - summary.shape[1])))
@@ -103,13 +102,13 @@ class AutoCompressorModel(MemoryTokenModel):
         text_mask = torch.cat([attention_mask, summary_mask], dim=1)
         sequence = pack(soft_mask, text_mask, is_full=is_full, pads_behind=True)
         joined = torch.cat([soft_prompt.to(embeddings.dtype), embeddings, tokens], dim=1)
-        states = self.encoder_states(
+        states = self.encoder_outputs(
             inputs_embeds=sequence.arrange(joined),
             attention_mask=sequence.attention_mask,
             position_ids=text_positions(sequence.attention_mask),
             is_full=sequence.is_full,
             is_right_padded=True,
-        )
+        ).last_hidden_state
         return tuple(sequence.text_states(states).split([input_ids.shape[1], max(counts)], dim=1))
 
     def next_soft_prompt(

@@ -9,7 +9,7 @@ from transformers import initialization as init
 from ..configuration.configuration_compression_tokens import CompressionTokensConfig
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel
-from .parts.base_precision import Float32Linear
+from .parts.base_pass import Float32Linear
 
 
 class CompressionTokensModel(MemoryTokenModel):

@@ -13,12 +13,10 @@ from transformers import initialization as init
 from transformers.cache_utils import DynamicCache
 
 from ..configuration.configuration_comprexit import GATE, LAST_LAYER, ComprExITConfig
+from .compressor.backbone import Chunks
 from .compressor.causal_lm import CompressorForCausalLM
-from .compressor.chunking import Chunks
 from .compressor.modeling_compressor import CompressorModel
-from .parts.attention_masks import run_backbone
-from .parts.base_precision import Float32LayerNorm, Float32Linear, perceptron, weights_of
-from .parts.cache_name import CACHE
+from .parts.base_pass import CACHE, Float32LayerNorm, Float32Linear, perceptron, run_backbone, weights_of
 from .parts.lora import ENCODER
 from .parts.optimal_transport import sinkhorn
 

@@ -26,8 +26,8 @@ from transformers.models.t5.modeling_t5 import T5Attention, T5ForConditionalGene
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_decal import DeCALConfig
-from .compressor.backbone import CompressorBackbone, CompressorHead
-from .compressor.chunking import Chunks
+from .compressor.backbone import Chunks, CompressorBackbone
+from .compressor.causal_lm import CompressorHead
 from .compressor.pretrained_compressor import CompressorPreTrainedModel
 from .compressor.question_conditioning import (
     check_question,
@@ -45,9 +45,7 @@ from .compressor.validation import (
     measure_rows,
 )
 from .memory.compressed_context import CompressedContext
-from .parts.attention_masks import seeing_mask, with_sight
-from .parts.base_precision import head_logits
-from .parts.cache_name import CACHE
+from .parts.base_pass import CACHE, head_logits, seeing_mask, with_sight
 from .parts.packing import left_padded, pack
 from .parts.pooling import mean_pool
 

@@ -12,10 +12,10 @@ from transformers import initialization as init
 
 from ..configuration.configuration_gmsa import GMSAConfig
 from ..configuration.configuration_shallow_encoder import first_layers
+from .compressor.backbone import Chunks
 from .compressor.causal_lm import CompressorForCausalLM
-from .compressor.chunking import Chunks
 from .compressor.modeling_compressor import CompressorModel
-from .parts.base_precision import Float32Linear, in_base_precision, weights_of
+from .parts.base_pass import Float32Linear, in_base_precision, weights_of
 from .parts.pooling import mean_pool
 
 
@@ -117,7 +117,7 @@ class GMSAModel(CompressorModel):
     def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Tensor]:
         # Equation 2: H = Encoder_k(X).
         inputs = (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
-        states = self.encoder_states(*inputs, is_full=chunks.is_full, is_right_padded=True)
+        states = self.encoder_outputs(*inputs, is_full=chunks.is_full, is_right_padded=True).last_hidden_state
         # Section 3.1: H~ = [1 / L_G sum H_{G_1}, ..., 1 / L_G sum H_{G_N}], L_G = r; the last group by its length.
         merged = [mean_pool(states, chunks.attention_mask, ratio, chunks.lengths)[0] for ratio in ratios]
         return [self.align(summary).to(self.dtype) for summary in merged]

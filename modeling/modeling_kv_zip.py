@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ..configuration.configuration_kv_zip import KVZipConfig
-from .compressor.backbone import slot_counts
+from .compressor.backbone import Chunks, slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
-from .compressor.chunking import Chunks
 from .compressor.headwise_reading import HeadwiseModel
 from .compressor.key_value_selection import KeyValueSelectionModel, ReadContext
 from .compressor.validation import TokenRows

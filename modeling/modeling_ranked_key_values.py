@@ -17,15 +17,14 @@ from transformers.cache_utils import Cache
 
 from ..configuration.configuration_ranked_key_values import RankedKeyValuesConfig
 from ..configuration.layer_shape import key_value_shape
-from .compressor.backbone import slot_counts
+from .compressor.backbone import Chunks, cut, slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
-from .compressor.chunking import Chunks, cut
 from .compressor.headwise_reading import HeadwiseModel
 from .compressor.validation import TokenRows, check_context_length, measure_rows
 from .memory.compressed_context import CompressedContext, KeyValues
 from .memory.headwise_pairs import HeadwisePairs, kept_pairs
 from .memory.key_value_memory import KeyValueRecorder, inverse_frequencies
-from .parts.base_precision import Float32Linear
+from .parts.base_pass import Float32Linear
 from .parts.packing import text_positions
 from .parts.position_layout import moved_pairs
 
@@ -96,7 +95,7 @@ class RankedKeyValuesModel(HeadwiseModel):
         positions = (
             max(chunks.lengths) if inverse_frequencies(self.encoder_backbone) is not None else max(context.lengths)
         )
-        check_context_length(config.decoder_config, positions + self.first_slot_position, config.chunk_size)
+        check_context_length(config, positions + self.first_slot_position)
         is_long = [n > self._most_positions for n in context.lengths for _ in range(chunks.chunks_per_row)]
         if any(is_long):
             # No base reads farther than its positions: the chunks of these are read right behind the opening.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..configuration.configuration_streaming_llm import StreamingLLMConfig
+from .compressor.backbone import Chunks
 from .compressor.causal_lm import CompressorForCausalLM
-from .compressor.chunking import Chunks
 from .compressor.key_value_selection import KeyValueSelectionModel, ReadContext
 
 

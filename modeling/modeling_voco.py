@@ -22,8 +22,8 @@ from transformers import (
 from transformers.utils import logging
 
 from ..configuration.configuration_voco import VoCoConfig
+from .compressor.backbone import Chunks, Slots, join
 from .compressor.causal_lm import CompressorForCausalLM
-from .compressor.chunking import Chunks, Slots, join
 from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel
 from .compressor.validation import TokenRows
 from .memory.compressed_context import CompressedContext, KeyValues

@@ -11,11 +11,10 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.configuration_xrag import XRAGConfig
-from .compressor.backbone import slot_counts
+from .compressor.backbone import Chunks, slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
-from .compressor.chunking import Chunks
 from .compressor.modeling_compressor import CompressorModel
-from .parts.base_precision import perceptron, weights_of
+from .parts.base_pass import perceptron, weights_of
 from .parts.text_ids import context_end_ids, context_start_ids, leave_out_bos
 
 _NO_LIMIT = 2**40
@@ -104,7 +103,7 @@ class XRAGModel(CompressorModel):
         # Checkpointed layers would follow gradients to where there is nothing to train.
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._encoder_trains):
             # No passage is empty, and a retriever makes a mask of its own kind.
-            states = self.encoder_states(input_ids, attention_mask, is_full=True)
+            states = self.encoder_outputs(input_ids, attention_mask, is_full=True).last_hidden_state
         if self.config.passage_readout == "mean":
             weights = attention_mask[:, :, None].to(torch.float32)
             embeddings = (states * weights).sum(dim=1) / weights.sum(dim=1)

@@ -211,9 +211,9 @@ class AnswerJob(Job):
         rows = [memory.to(pipe.device, pipe.model.dtype) for memory in joined]
         texts = [job.text_ids for job in jobs]
         # Further questions about a memory find its slots read; of a batch all are, or none.
-        found = [pipe.read_slots.read(row, [text]) for row, text in zip(rows, texts, strict=False)]
-        if found and len({row.carrier for row, _ in found}) == 1:
-            rows, texts = [row for row, _ in found], [text for _, (text,) in found]
+        read = [pipe.read_slots.read(row, [text]) for row, text in zip(rows, texts, strict=False)]
+        if read and len({row.carrier for row, _ in read}) == 1:
+            rows, texts = [row for row, _ in read], [text for _, (text,) in read]
         for job in jobs:
             job._tokens = []
         with torch.random.fork_rng(enabled=seed is not None):

@@ -141,7 +141,7 @@ def stand_in_checkpoints(small: Path, folder: Path) -> None:
     """Copy the small trained models, with a chat template, under the names of a base and checkpoints on the pages."""
     from transformers import AutoTokenizer
 
-    from context_compressors.modeling.parts.prompting import opening_ids
+    from context_compressors.modeling.parts.text_ids import opening_ids
 
     names = {f"checkpoints/{name}": "mean_pooling" for name in CHECKPOINTS}
     for name, model in {BASE: "base", **names}.items():

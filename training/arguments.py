@@ -115,12 +115,12 @@ def recorded_recipe(argv: Sequence[str], arguments: Sequence[Any]) -> dict[str, 
     """Return one recipe that says what a command line said, and can be run again."""
     parser, words, named = _parser_of(argv, "")
     # As they were given: the training's own arguments have worked out more from them.
-    given, _ = parser.parse_known_args(words)
+    parsed, _ = parser.parse_known_args(words)
     model, data, training = arguments
     recorded = {**dataclasses.asdict(model), **dataclasses.asdict(data)}
     recorded = {name: value for name, value in recorded.items() if value is not None}
     for entry in dataclasses.fields(training):
         if entry.name in named:
             is_structured = entry.name == "ratio_schedule"
-            recorded[entry.name] = vars(training if is_structured else given)[entry.name]
+            recorded[entry.name] = vars(training if is_structured else parsed)[entry.name]
     return json.loads(json.dumps(recorded, default=str))

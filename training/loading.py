@@ -146,12 +146,12 @@ def check_start(model_args: ModelArguments) -> None:
     """Raise `ValueError` unless the fields that name a compressor's method and start go together."""
     if model_args.method is not None:
         check_choice("method", model_args.method, METHODS)
-    given = [name for name in ("base", "checkpoint", "model_config") if vars(model_args)[name] is not None]
+    starts = [name for name in ("base", "checkpoint", "model_config") if vars(model_args)[name] is not None]
     named = config_class(model_args.method or DEFAULT_METHOD)
-    if len(given) != 1 or (given == ["model_config"] and not named.is_encoder_decoder):
+    if len(starts) != 1 or (starts == ["model_config"] and not named.is_encoder_decoder):
         raise ValueError(
             "give either base (a new compressor) or checkpoint (one to go on from), or model_config (a new one of an "
-            f"encoder-decoder method), got {given}"
+            f"encoder-decoder method), got {starts}"
         )
     if model_args.checkpoint is not None and model_args.method_config:
         raise ValueError("method_config is fixed by the checkpoint: leave it out, or give checkpoint_config")
@@ -174,10 +174,10 @@ def _method(model_args: ModelArguments) -> str:
     if model_args.checkpoint is None:
         return model_args.method or DEFAULT_METHOD
     fields, _ = PreTrainedConfig.get_config_dict(model_args.checkpoint)
-    found = fields.get("model_type", "").removesuffix("_compressor")
-    if found not in METHODS:
+    method = fields.get("model_type", "").removesuffix("_compressor")
+    if method not in METHODS:
         raise ValueError(
             f"{model_args.checkpoint} is no checkpoint of a compressor, its model type is "
             f"{fields.get('model_type')!r}: give it as base"
         )
-    return found
+    return method

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..modeling.parts.base_precision import as_head_takes
+from ..modeling.parts.base_pass import as_head_takes
 
 Head = Callable[[Tensor], Tensor]
 # Targets whose logits are in memory at once.

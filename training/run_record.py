@@ -51,10 +51,10 @@ def earlier_files(output_dir: str | Path) -> list[Path]:
 
 def check_output_dir(output_dir: str | Path, overwrite: bool) -> None:
     """Raise `ValueError` where a folder holds an earlier run that may not be replaced."""
-    found = [] if overwrite else earlier_files(output_dir)
-    if found:
+    earlier = [] if overwrite else earlier_files(output_dir)
+    if earlier:
         raise ValueError(
-            f"{output_dir} holds an earlier run ({found[0].name}): name another folder, go on with it "
+            f"{output_dir} holds an earlier run ({earlier[0].name}): name another folder, go on with it "
             "(--resume_from_checkpoint latest), or replace it (--overwrite true)"
         )
 
@@ -87,16 +87,16 @@ def add_earlier_documents(trainer: BaseTrainer, recipe: Mapping[str, Any]) -> No
 
 def earlier_sources(recipe: Mapping[str, Any]) -> list[Any]:
     """Return the sources of what a run starts from, in all stages that left a record."""
-    found: list[Any] = []
+    sources: list[Any] = []
     for name in _STARTS:
         place, on_hub = recipe.get(name) or "", name == "checkpoint"
         summary = record_file(place, SUMMARY_NAME, on_hub)
         ran = None if summary is None else record_file(place, RECIPE_NAME, on_hub)
         if summary is None or ran is None:
             continue
-        found += json.loads(summary.read_text(encoding="utf-8")).get("earlier_sources", [])
-        found += read_yaml(ran).get("sources") or []
-    return [entry for index, entry in enumerate(found) if entry not in found[:index]]
+        sources += json.loads(summary.read_text(encoding="utf-8")).get("earlier_sources", [])
+        sources += read_yaml(ran).get("sources") or []
+    return [entry for index, entry in enumerate(sources) if entry not in sources[:index]]
 
 
 def write_summary(

@@ -40,7 +40,7 @@ from benchmarks.common.tools import (
     synchronize,
     tells_errors,
 )
-from context_compressors.modeling.parts.cache_name import CACHE
+from context_compressors.modeling.parts.base_pass import CACHE
 from context_compressors.reporting.tables import markdown_table
 
 _TABLE_7 = {

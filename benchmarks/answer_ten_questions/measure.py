@@ -41,8 +41,8 @@ from benchmarks.common.tools import (
 from context_compressors.demo import CHECKPOINT, fastest_dtype, load, read_pages
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 from context_compressors.modeling.memory.key_value_memory import cache_bytes
-from context_compressors.modeling.parts.cache_name import CACHE
-from context_compressors.modeling.parts.prompting import decoder_document_ids, question_ids
+from context_compressors.modeling.parts.base_pass import CACHE
+from context_compressors.modeling.parts.text_ids import decoder_document_ids, question_ids
 from context_compressors.reporting.tables import markdown_table
 
 TEXT = "text"

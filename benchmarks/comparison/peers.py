@@ -278,7 +278,7 @@ class Compressor:
 
     def read(self, question: Question) -> Any:
         """Return the context's ids in the encoder's tokens."""
-        from context_compressors.modeling.parts.prompting import document_ids
+        from context_compressors.modeling.parts.text_ids import document_ids
 
         ids = document_ids(self.model.config, self.tokenizer, question["context"])
         return torch.tensor([ids], device=self.model.device)

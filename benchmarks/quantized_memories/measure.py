@@ -39,7 +39,7 @@ from context_compressors.evaluation.metrics import squad_scores
 from context_compressors.modeling.compressor.context_compression_qa import padded
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 from context_compressors.modeling.memory.memory_quantization import QUANTIZATIONS
-from context_compressors.modeling.parts.prompting import question_ids
+from context_compressors.modeling.parts.text_ids import question_ids
 from context_compressors.reporting.tables import markdown_table
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"

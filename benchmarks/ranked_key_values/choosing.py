@@ -18,10 +18,10 @@ from benchmarks.common.tools import add_output_argument, positive_int
 from context_compressors import RankedKeyValuesForCausalLM
 from context_compressors.demo import fetch_base
 from context_compressors.evaluation.bootstrap import mean_statistic, percentile_interval, resampled_scores
-from context_compressors.modeling.compressor.chunking import Chunks
+from context_compressors.modeling.compressor.backbone import Chunks
 from context_compressors.modeling.compressor.context_compression_qa import padded
 from context_compressors.modeling.memory.compressed_context import CompressedContext
-from context_compressors.modeling.parts.prompting import question_ids
+from context_compressors.modeling.parts.text_ids import question_ids
 
 CHECKPOINT = "checkpoints/smollm2-135m-instruct-ranked-key-values"
 FIRST_ROW = 85_000

@@ -33,7 +33,7 @@ from context_compressors.modeling import modeling_ranked_key_values
 from context_compressors.modeling.compressor.context_compression_qa import padded
 from context_compressors.modeling.memory.compressed_context import CompressedContext, KeyValues
 from context_compressors.modeling.memory.headwise_pairs import HeadwisePairs, kept_pairs
-from context_compressors.modeling.parts.prompting import document_ids
+from context_compressors.modeling.parts.text_ids import document_ids
 from context_compressors.reporting.tables import markdown_table
 
 UNBOUNDED = "unbounded"

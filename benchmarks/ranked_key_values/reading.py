@@ -23,7 +23,7 @@ from benchmarks.ranked_key_values.choosing import CHECKPOINT, load
 from context_compressors.configuration.layer_shape import key_value_shape
 from context_compressors.demo import read_pages
 from context_compressors.modeling.memory.key_value_memory import cache_bytes
-from context_compressors.modeling.parts.cache_name import CACHE
+from context_compressors.modeling.parts.base_pass import CACHE
 from context_compressors.reporting.tables import markdown_table
 
 

@@ -38,7 +38,7 @@ from context_compressors.modeling import modeling_ranked_key_values
 from context_compressors.modeling.compressor import backbone
 from context_compressors.modeling.compressor.backbone import slot_counts
 from context_compressors.modeling.compressor.context_compression_qa import padded
-from context_compressors.modeling.parts.prompting import document_ids
+from context_compressors.modeling.parts.text_ids import document_ids
 from context_compressors.reporting.tables import markdown_table
 
 SHIPPED, TRAINED, RESTORING = "the checkpoint", "its reader trained further", "the same with restoring tokens"

@@ -45,7 +45,7 @@ from benchmarks.ranked_key_values.choosing import (
 )
 from context_compressors.evaluation.metrics import squad_scores, substring_accuracy
 from context_compressors.modeling.compressor.context_compression_qa import padded
-from context_compressors.modeling.parts.prompting import document_ids, question_ids
+from context_compressors.modeling.parts.text_ids import document_ids, question_ids
 from context_compressors.reporting.tables import markdown_table
 
 SHIPPED = "the checkpoint's own"

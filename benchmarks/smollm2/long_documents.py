@@ -26,7 +26,7 @@ from benchmarks.common.tools import add_output_argument, positive_int, save_and_
 from context_compressors.demo import load
 from context_compressors.evaluation.bootstrap import mean_statistic, percentile_interval, resampled_scores
 from context_compressors.evaluation.metrics import substring_accuracy
-from context_compressors.modeling.parts.cache_name import CACHE
+from context_compressors.modeling.parts.base_pass import CACHE
 from context_compressors.reporting.tables import markdown_table
 
 CHUNKS = (1, 2, 4, 8)

@@ -137,7 +137,7 @@ def compress_all(
     """Compress documents in batches of similar length, with a progress bar that moves within a long document, too."""
     from tqdm.auto import tqdm
 
-    from ..modeling.parts.length_batches import length_batches
+    from ..modeling.parts.packing import length_batches
 
     rows, end = pipe.document_ids([document.text for document in documents]), 0
     with tqdm(total=sum(map(len, rows)), unit="token", unit_scale=True, disable=None) as progress:

@@ -109,7 +109,7 @@ def _checksums(tensor: Tensor) -> dict[torch.dtype, str]:
     if own is None:
         return {}
     rounded = {kind: checksum(tensor.detach().to(kind)) for kind in _narrower(tensor.dtype)}
-    return {tensor.dtype: own, **{kind: found for kind, found in rounded.items() if found is not None}}
+    return {tensor.dtype: own, **{kind: digits for kind, digits in rounded.items() if digits is not None}}
 
 
 class BaseRecord:
@@ -217,19 +217,19 @@ def _check_same_base(
 ) -> None:
     # The vocabulary may have been resized since; the fingerprint is of the base with its own.
     sizes = [(c.model_type, c.hidden_size, c.num_hidden_layers) for c in (model.config, wanted)]
-    for field, found, expected in zip(("model_type", "hidden_size", "num_hidden_layers"), *sizes, strict=True):
-        if found != expected:
-            raise ValueError(f"{place} has {field} {found}, and the base model ({shown}) has {expected}")
+    for field, own, expected in zip(("model_type", "hidden_size", "num_hidden_layers"), *sizes, strict=True):
+        if own != expected:
+            raise ValueError(f"{place} has {field} {own}, and the base model ({shown}) has {expected}")
     dtype, sums = getattr(torch, entry["dtype"]), entry["weights"]
-    found, expected = all_weights(model, dtype), sums[entry["dtype"]]
-    if found == expected:
+    own, expected = all_weights(model, dtype), sums[entry["dtype"]]
+    if own == expected:
         return
     casts = [kind for kind in _narrower(dtype) if all_weights(model, kind) == sums[_name(kind)]]
     cast = next((kind for kind in casts if all(p.to(kind).to(p.dtype).equal(p) for p in model.parameters())), None)
     error, is_rounding = rounding(model, entry["samples"], dtype)
     if cast is None and not is_rounding:
         raise ValueError(
-            f"{place} is not the base model ({shown}): it has other weights, sum {found}, expected {expected}. Some "
+            f"{place} is not the base model ({shown}): it has other weights, sum {own}, expected {expected}. Some "
             f"were compared: they are {error:.2%} off, which neither a cast nor a rounding explains; a fine-tuned "
             "base is another model"
         )

@@ -206,12 +206,18 @@ def _steps(runs: Tensor) -> Tensor:
     return steps.where(fits.any(dim=1), torch.nan)
 
 
-def version(tensor: Tensor) -> tuple[Any, ...]:
-    """A tensor's place, shape and count of changes in place: another key once its values change."""
-    # A quantized or shared-out weight may be a class of its own, without a place in memory.
-    place = tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else id(tensor)
-    # Tensors made in inference mode count no versions.
-    return place, tuple(tensor.shape), -1 if tensor.is_inference() else tensor._version
+def weight_versions(model: nn.Module) -> tuple[Any, ...]:
+    """Return place, shape and count of changes in place of each parameter: another key once a value changes."""
+    return tuple(
+        (
+            # A quantized or shared-out weight may be a class of its own, without a place in memory.
+            weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else id(weight),
+            weight.shape,
+            # Tensors made in inference mode count no versions.
+            -1 if weight.is_inference() else weight._version,
+        )
+        for weight in model.parameters()
+    )
 
 
 def all_weights(model: nn.Module, dtype: torch.dtype) -> str:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts in, memories out: the backbone that every compressor has around its method, and models that hold one."""
+"""Contexts in, memories out: the backbone that every compressor has around its method, and its chunks."""
 
 from __future__ import annotations
 
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ...configuration.layer_shape import key_value_shape
-from ..checkpoint.fingerprints import at_hand, settings_fingerprint, version, weights_fingerprint
-from ..memory.compressed_context import CompressedContext
+from ..checkpoint.fingerprints import at_hand, settings_fingerprint, weight_versions, weights_fingerprint
+from ..memory.compressed_context import CompressedContext, KeyValues
 from ..memory.key_value_memory import inverse_frequencies
-from ..parts.length_batches import length_batches
+from ..parts.packing import length_batches, right_padded, take_places
 from ..parts.position_layout import encoder_memory_ids
-from .chunking import Chunks, Slots, cut, gathered, join, with_markers
 from .pretrained_compressor import CompressorPreTrainedModel
 from .validation import TokenRows, check_context_length, measure_rows, resolve_ratios, token_rows
 
@@ -28,6 +27,45 @@ logger = logging.get_logger(__name__)
 
 # Pads for each token of a pass.
 _MOST_PADDING_OF_CHUNKS = 0.2
+
+
+Slots = Tensor | KeyValues
+
+
+@dataclass
+class Chunks:
+    """Contexts cut into chunks that are compressed independently, all in one batch.
+
+    Args:
+        input_ids, attention_mask: `(batch_size * chunks_per_row, chunk_length)`, right-padded.
+        position_ids: Same shape; positions of the context tokens by the layout.
+        starts: `(batch_size * chunks_per_row,)`, context tokens in front of each chunk.
+        lengths: Real tokens of each chunk, known on the host.
+        chunks_per_row: Number of chunks of the longest row; shorter rows have empty ones.
+        inputs_embeds: `(batch_size * chunks_per_row, chunk_length, hidden_size)`, what the encoder reads in place of
+            the ids' own embeddings; `None` for these.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    starts: Tensor
+    lengths: list[int]
+    chunks_per_row: int
+    inputs_embeds: Tensor | None = None
+
+    def take(self, rows: Sequence[int]) -> Chunks:
+        """Return some of the chunks without columns of pads alone; they are no longer those of whole contexts."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.input_ids.device)
+        lengths = [self.lengths[row] for row in rows]
+        tensors = {name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors = {name: value[:, : max(lengths)] if value.dim() > 1 else value for name, value in tensors.items()}
+        return replace(self, **tensors, lengths=lengths, chunks_per_row=1)
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether there are no pads."""
+        return min(self.lengths) == self.input_ids.shape[1]
 
 
 class CompressorBackbone(CompressorPreTrainedModel):
@@ -43,7 +81,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
     has_own_loss = False
     # Learned vectors in front of the slots of each chunk and behind them.
     marker_embeddings: Any
-    _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None
+    _fingerprint: tuple[tuple[Any, ...], str] | None = None
     # That of the stored weights, by that of the same weights as they were loaded.
     _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
 
@@ -224,11 +262,9 @@ class CompressorBackbone(CompressorPreTrainedModel):
             raise ValueError(f"the base reads a context whole, without `chunk_lengths`, got {context.passages}")
         rows = (context.input_ids, context.attention_mask, context.lengths)
         chunks = cut(*rows, config.chunk_size, layout, context.passages)
-        if config.encoder_limit is not None:
-            # Chunks count from 0 again, or on from the first one's first position.
-            in_row = max(context.lengths) + config.first_context_position
-            positions = max(chunks.lengths) if layout == "default" else in_row
-            check_context_length(config.get_encoder_config(), positions, config.chunk_size, config.has_chunks)
+        # Chunks count from 0 again, or on from the first one's first position.
+        in_row = max(context.lengths) + config.first_context_position
+        check_context_length(config, max(chunks.lengths) if layout == "default" else in_row)
         return chunks
 
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
@@ -261,7 +297,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         Weights are read when the name is first asked for and after changes, but for changes in place through
         `parameter.data`.
         """
-        versions = tuple(version(parameter) for parameter in self.parameters())
+        versions = weight_versions(self)
         if self._fingerprint is None or self._fingerprint[0] != versions:
             fingerprint = weights_fingerprint(self)
             self._fingerprint = (versions, self._stored_fingerprints.get(fingerprint, fingerprint))
@@ -283,31 +319,111 @@ def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> lis
     return [config.chunk_slots(n, r) if n else 0 for n, r in zip(lengths, ratios, strict=True)]
 
 
-class CompressorHead(CompressorPreTrainedModel):
-    """A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
+def cut(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    lengths: Sequence[int],
+    chunk_size: int | None,
+    layout: str,
+    passages: Sequence[Sequence[int]] | None = None,
+) -> Chunks:
+    """Cut contexts into chunks of `chunk_size` real tokens; the last one of a row, or of a passage, may be short.
 
-    model_class: type[CompressorBackbone] = CompressorBackbone
+    Args:
+        input_ids, attention_mask: `(batch_size, num_tokens)`, padded anywhere.
+        lengths: Real tokens of each row.
+        chunk_size: `None`: one chunk whatever the length.
+        layout: "default" restarts the positions in each chunk at 0; "uniform" and "enhanced" count on from 1 (EPL,
+            Tables 1 and 12).
+        passages: Tokens of each passage of each row; `None`: a row is one passage.
+    """
+    device, num_tokens = input_ids.device, input_ids.shape[1]
+    if any(length != num_tokens for length in lengths):
+        input_ids = right_padded(input_ids, attention_mask)
+    size = chunk_size or max(1, num_tokens)
+    passages = passages or [[length] for length in lengths]
+    rows = [[min(size, n - start) for n in row for start in range(0, n, size)] for row in passages]
+    chunks_per_row = max(1, max(map(len, rows)))
+    rows = [row + [0] * (chunks_per_row - len(row)) for row in rows]
+    in_chunks, of_chunks = torch.tensor(rows, device=device), [n for row in rows for n in row]
+    starts = (in_chunks.cumsum(dim=1) - in_chunks).reshape(-1)
+    mask = first_places(of_chunks, device)
+    position_ids = torch.arange(mask.shape[1], device=device).expand(mask.shape)
+    places = (position_ids + starts[:, None]).clamp(max=num_tokens - 1)
+    input_ids = input_ids.gather(1, places.reshape(len(rows), -1)).reshape(places.shape) * mask
+    if layout != "default":
+        position_ids = position_ids + starts[:, None] + 1
+    return Chunks(input_ids, mask, position_ids, starts, of_chunks, chunks_per_row)
 
-    def __init_subclass__(cls, **kwargs: Any):
-        cls.config_class = cls.model_class.config_class
-        super().__init_subclass__(**kwargs)
 
-    def __init__(self, config: Any):
-        super().__init__(config)
-        self.model = self.model_class(config)
+def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the mask `(len(counts), max(counts))` of so many left-aligned places in each row."""
+    places = torch.arange(max(counts), device=device)
+    return (places < torch.tensor(counts, device=device)[:, None]).long()
 
-    @property
-    def model_id(self) -> str:
-        """See [`CompressorBackbone.model_id`]."""
-        return self.model.model_id
 
-    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Return the library's value of a field: an argument, the caller's configuration, or else the model's."""
-        value = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
-        return getattr(self.generation_config, name, None) if value is None else value
+def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
+    """Bring the slots of groups of chunks into the order of all chunks, with zeros for chunks in no group; `order` has
+    each chunk's place among those of all groups, or their number where it is in none."""
+    first = parts[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        return replace(first, **{name: gathered([vars(part)[name] for part in parts], order) for name in vars(first)})
+    if not isinstance(first, Tensor):
+        layers = [zip(*of_layer, strict=True) for of_layer in zip(*parts, strict=True)]
+        return tuple(tuple(gathered(states, order) for states in of_layer) for of_layer in layers)
+    width = max(part.shape[-2] for part in parts)
+    parts = [torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]
+    if sum(map(len, parts)) in order:
+        parts = [*parts, parts[0].new_zeros((1, *parts[0].shape[1:]))]
+    joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+    if list(order) == list(range(len(joined))):
+        return joined
+    return joined.index_select(0, torch.tensor(order, device=joined.device))
 
-    def compress(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any
-    ) -> Any:
-        """Compress contexts into slots; see [`CompressorBackbone.compress`]."""
-        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
+
+def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Tensor) -> tuple[Tensor, list[int]]:
+    """Put vectors `(num_markers, hidden_size)` in front of the left-aligned slots of each chunk, and behind them.
+
+    A chunk without slots has none. Returns slots and markers, and how many there are in each chunk.
+    """
+    around = [markers.to(slots.dtype).expand(len(counts), -1, -1) for markers in (before, after)]
+    joined = torch.cat([around[0], slots[:, : max(counts)], around[1]], dim=1)
+    num_markers = len(before) + len(after)
+    totals = [count + num_markers if count else 0 for count in counts]
+    if min(counts) < max(counts):
+        mask = first_places(counts, slots.device)
+        marks = mask[:, :1].expand(-1, num_markers)
+        mask = torch.cat([marks[:, : len(before)], mask, marks[:, len(before) :]], dim=1)
+        joined = take_places(joined, mask.argsort(dim=1, stable=True, descending=True))
+    return joined, totals
+
+
+def join(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[Slots, Tensor]:
+    """Join the chunks' left-aligned slots row by row, without gaps.
+
+    Args:
+        slots: `(batch_size * chunks_per_row, slots_per_chunk, hidden_size)`; or for each layer keys and values
+            `(batch_size * chunks_per_row, num_heads, slots_per_chunk, head_dim)`.
+        counts: Slots of each chunk.
+
+    Returns:
+        Slots `(batch_size, num_slots, hidden_size)`, or keys and values likewise, zeros at padding slots, and their
+        mask.
+    """
+    mask = first_places(counts, slots.device if isinstance(slots, Tensor) else slots[0][0].device)
+    pads = (mask == 0)[:, :, None]
+    num_slots = max(sum(counts[start : start + chunks_per_row]) for start in range(0, len(counts), chunks_per_row))
+    in_rows = mask.reshape(len(counts) // chunks_per_row, -1)
+    order = in_rows.argsort(dim=1, stable=True, descending=True)[:, :num_slots]
+    joined = []
+    for states in [slots] if isinstance(slots, Tensor) else [states for pair in slots for states in pair]:
+        states = states[..., : max(counts), :]
+        if min(counts) != max(counts):
+            states = states.masked_fill(pads if states.dim() == 3 else pads[:, None], 0)
+        if chunks_per_row > 1:
+            # `(batch_size, num_heads, chunks_per_row, slots_per_chunk, head_dim)`, or the same without heads.
+            chunks = states.unflatten(0, (-1, chunks_per_row)).movedim(1, -3)
+            states = take_places(chunks.flatten(-3, -2), order, dim=states.dim() - 2)
+        joined.append(states)
+    slots = joined[0] if isinstance(slots, Tensor) else tuple(zip(joined[::2], joined[1::2], strict=True))
+    return slots, in_rows.gather(1, order)

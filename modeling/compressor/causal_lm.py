@@ -17,13 +17,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ...configuration.configuration_compressor import CompressorConfig
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import num_cached_slots
-from ..parts.base_precision import head_logits
-from ..parts.cache_name import CACHE
+from ..parts.base_pass import CACHE, head_logits
 from ..parts.lora import DECODER, check_adapters, merge_lora
 from ..parts.packing import left_padded
-from .backbone import CompressorHead
+from .backbone import CompressorBackbone
 from .modeling_compressor import CompressorModel
-from .validation import check_source, fitted_memory, measure_rows, token_rows
+from .pretrained_compressor import CompressorPreTrainedModel
+from .validation import check_source, fitted_memory, token_rows
 
 
 class _TaskTokensAsBOS(LogitsProcessorList):
@@ -33,6 +33,36 @@ class _TaskTokensAsBOS(LogitsProcessorList):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         return super().__call__(input_ids.masked_fill(input_ids >= scores.shape[-1], self.stand_in), scores, **kwargs)
+
+
+class CompressorHead(CompressorPreTrainedModel):
+    """A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
+
+    model_class: type[CompressorBackbone] = CompressorBackbone
+
+    def __init_subclass__(cls, **kwargs: Any):
+        cls.config_class = cls.model_class.config_class
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.model = self.model_class(config)
+
+    @property
+    def model_id(self) -> str:
+        """See [`CompressorBackbone.model_id`]."""
+        return self.model.model_id
+
+    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Return the library's value of a field: an argument, the caller's configuration, or else the model's."""
+        value = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
+        return getattr(self.generation_config, name, None) if value is None else value
+
+    def compress(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any
+    ) -> Any:
+        """Compress contexts into slots; see [`CompressorBackbone.compress`]."""
+        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
 
 
 class CompressorForCausalLM(CompressorHead, GenerationMixin):
@@ -191,10 +221,8 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         if attention_mask is None:
             attention_mask = self._mask_of_pads(question, kwargs)
         if attention_mask is not None:
-            rows = token_rows(question, attention_mask, needs_tokens=True)
-            measure_rows(rows)
-            attention_mask = rows.attention_mask
-            if not rows.is_full:
+            attention_mask = token_rows(question, attention_mask).attention_mask
+            if not bool(attention_mask.all()):
                 if size := self._setting("prefill_chunk_size", kwargs):
                     raise ValueError(f"`prefill_chunk_size` ({size}) needs questions of one length: leave it out")
                 if kwargs.get("position_ids") is not None:

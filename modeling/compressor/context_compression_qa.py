@@ -20,16 +20,17 @@ from transformers.utils import logging
 from ..memory.compressed_context import CompressedContext
 from ..memory.memory_file import text_source
 from ..memory.memory_validation import is_memory
-from ..parts.length_batches import length_batches
-from ..parts.prompting import (
+from ..parts.packing import length_batches
+from ..parts.text_ids import (
+    check_texts,
     cut_passages,
     decoder_document_ids,
     document_start,
     message_ids,
     passages_ids,
     question_ids,
+    text_tokenizer,
 )
-from ..parts.text_ids import check_texts, text_tokenizer
 from .pretrained_compressor import CompressorPreTrainedModel
 from .read_slots import ReadSlots
 

@@ -30,10 +30,9 @@ from ..memory.key_value_memory import (
     cached_pairs,
     note_cached_pairs,
 )
-from ..parts.attention_masks import PAIRWISE_MASKS, copy_with_shared_weights, with_sight
-from ..parts.cache_name import CACHE
+from ..parts.base_pass import CACHE, PAIRWISE_MASKS, copy_with_shared_weights, with_sight
 from ..parts.packing import take_places
-from .chunking import Chunks
+from .backbone import Chunks
 from .modeling_compressor import CompressorModel
 
 # Tokens of the piece before it that a piece starts with: what it goes on from (KVzip).

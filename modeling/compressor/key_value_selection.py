@@ -13,11 +13,10 @@ from transformers.cache_utils import DynamicCache
 
 from ..memory.compressed_context import KeyValues
 from ..memory.key_value_memory import inverse_frequencies
-from ..parts.attention_masks import copy_with_shared_weights
+from ..parts.base_pass import copy_with_shared_weights
 from ..parts.packing import left_padded
 from ..parts.position_layout import moved_pairs
-from .backbone import slot_counts
-from .chunking import Chunks
+from .backbone import Chunks, slot_counts
 from .modeling_compressor import CompressorModel
 from .validation import TokenRows
 

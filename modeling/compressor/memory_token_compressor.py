@@ -13,13 +13,11 @@ from transformers import initialization as init
 
 from ..memory.compressed_context import KeyValues
 from ..memory.key_value_memory import KeyValueRecorder, sliding_window
-from ..parts.attention_masks import PAIRWISE_MASKS, mask_for
-from ..parts.base_precision import embedding_scale
+from ..parts.base_pass import PAIRWISE_MASKS, embedding_scale, mask_for
 from ..parts.packing import PackedSequence, pack, reads_falling_ids_as_packed, take_places
 from ..parts.pooling import pooled_embeddings
 from ..parts.position_layout import encoder_memory_ids
-from .backbone import slot_counts
-from .chunking import Chunks, Slots, first_places
+from .backbone import Chunks, Slots, first_places, slot_counts
 from .modeling_compressor import CompressorModel
 from .validation import check_context_length
 
@@ -170,7 +168,7 @@ class MemoryTokenModel(CompressorModel):
         widths = [max(block) for block in blocks]
         if layout == "default":
             places = [n + m for block in blocks for n, m in zip(chunks.lengths, block, strict=True) if m]
-            check_context_length(config, max(places, default=0), self.config.chunk_size)
+            check_context_length(self.config, max(places, default=0))
         memory_ids = [
             self.memory_token_ids(chunks, torch.tensor(block, device=device), width)
             for block, width in zip(blocks, widths, strict=True)
@@ -206,12 +204,12 @@ class MemoryTokenModel(CompressorModel):
 
     def token_states(self, rows: MemoryRows) -> list[Tensor]:
         """Return the memory tokens' last hidden states of each ratio, `(num_chunks, num_slots, hidden_size)`."""
-        return rows.read(self.encoder_states(**rows.inputs))
+        return rows.read(self.encoder_outputs(**rows.inputs).last_hidden_state)
 
     def token_key_values(self, rows: MemoryRows) -> list[KeyValues]:
         """Return the memory tokens' keys and values of each ratio, by layer."""
         recorder = KeyValueRecorder(rows.places)
-        self.encoder_states(**rows.inputs, cache=recorder)
+        self.encoder_outputs(**rows.inputs, cache=recorder)
         layers = recorder.close(self.dtype)
         spans = [slice(first, first + mask.shape[1]) for first, mask in rows.groups]
         return [tuple((keys[:, :, span], values[:, :, span]) for keys, values in layers) for span in spans]

@@ -28,14 +28,11 @@ from ..memory.key_value_memory import (
     note_cached_slots,
     num_cached_slots,
 )
-from ..parts.attention_masks import run_backbone
-from ..parts.base_precision import in_base_precision
-from ..parts.cache_name import CACHE
+from ..parts.base_pass import CACHE, in_base_precision, run_backbone
 from ..parts.lora import DECODER, ENCODER, OWN_ADAPTERS, SHARED, Passes, activated, inject_lora, use_adapter
 from ..parts.packing import PackedSequence, pack, reads_falling_ids_as_packed, text_positions, through_first
 from ..parts.pooling import pooled_embeddings
-from .backbone import CompressorBackbone
-from .chunking import Chunks, Slots
+from .backbone import Chunks, CompressorBackbone, Slots
 from .validation import (
     TokenRows,
     cached_text_mask,
@@ -140,10 +137,6 @@ class CompressorModel(CompressorBackbone):
         """Paths of the encoder's maps that get no adapter although the configuration's targets name them."""
         return []
 
-    def encoder_states(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return last hidden states `(num_chunks, num_tokens, hidden_size)`; arguments as `encoder_outputs`."""
-        return self.encoder_outputs(*args, **kwargs).last_hidden_state
-
     def encoder_outputs(
         self,
         input_ids: Tensor | None = None,
@@ -160,8 +153,9 @@ class CompressorModel(CompressorBackbone):
         if cache is not None:
             kwargs[CACHE] = cache
         inputs |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
-        with self._adapter(self.encoder_backbone, ENCODER):
-            return run_backbone(self.encoder_backbone, **inputs, **kwargs)
+        backbone = self.encoder_backbone
+        with self._adapter(backbone, ENCODER):
+            return run_backbone(backbone, **inputs, **kwargs)
 
     # --- slots ---
 

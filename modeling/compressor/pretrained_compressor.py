@@ -48,7 +48,7 @@ from ..checkpoint.peft_adapters import load_peft_adapter, put_adapter_on
 from ..checkpoint.pretrained_bases import find_base
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import keep_caches_under_checkpointing
-from ..parts.base_precision import embedding_scale, note_trained_weights
+from ..parts.base_pass import embedding_scale, note_trained_weights
 from ..parts.lora import (
     DECODER,
     ENCODER,

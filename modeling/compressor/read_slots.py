@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from ..checkpoint.fingerprints import version
+from ..checkpoint.fingerprints import weight_versions
 from ..memory.carriers import map_carrier
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import position_bytes, sliding_window
-from ..parts.attention_masks import run_backbone
-from ..parts.cache_name import CACHE
+from ..parts.base_pass import CACHE, run_backbone
 from ..parts.lora import DECODER
 from .validation import TokenRows
 
@@ -62,7 +61,7 @@ class ReadSlots:
             return memory, texts
         names = [_row_digest(memory.rows(row), first) for row in range(memory.batch_size)]
         with self._lock:
-            versions = tuple(version(parameter) for parameter in self.backbone.parameters())
+            versions = weight_versions(self.backbone)
             if versions != self._versions:
                 self._rows, self._versions, self.nbytes = {}, versions, 0
             # Those in use become the last to go.

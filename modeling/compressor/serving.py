@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from ..checkpoint.base_weights import DECODER_BASE, base_name, base_record
 from ..checkpoint.peft_adapters import peft_weight_names
 from ..memory.memory_validation import check_served_form
-from ..parts.base_precision import embedding_scale
+from ..parts.base_pass import embedding_scale
 from ..parts.lora import DECODER, SHARED
-from ..parts.prompting import message_ids
+from ..parts.text_ids import message_ids
 from .validation import fitted_text_and_memory
 
 if TYPE_CHECKING:

@@ -165,17 +165,15 @@ def resolve_ratios(
     return checked
 
 
-def check_context_length(
-    encoder_config: Any, num_positions: int, chunk_size: int | None, has_chunks: bool = True
-) -> None:
+def check_context_length(config: Any, num_positions: int) -> None:
     """Raise `ValueError`, with both lengths, unless a context or chunk fits the encoder's positions."""
-    limit = max_positions(encoder_config)
-    if limit is None or num_positions <= limit:
+    limit, chunk_size = max_positions(config.get_encoder_config()), config.chunk_size
+    if limit is None or num_positions <= limit or config.encoder_limit is None:
         return
     hint = "cut the context"
-    if has_chunks and chunk_size is None:
+    if config.has_chunks and chunk_size is None:
         hint = "set `chunk_size` in the configuration, or cut the context"
-    elif has_chunks and chunk_size is not None and num_positions < 2 * chunk_size:
+    elif config.has_chunks and num_positions < 2 * chunk_size:
         # A single chunk is too long.
         hint = f"set a `chunk_size` below {chunk_size} in the configuration, or cut the context"
     raise ValueError(

@@ -107,13 +107,12 @@ def _chosen(is_kept: Tensor, chunks: Tensor, is_real: Tensor) -> Tensor:
 def _taken(key_values: KeyValues, chosen: Tensor, is_real: Tensor) -> KeyValues:
     """The chosen pairs in the shape of a memory."""
     layers, heads = len(key_values), key_values[0][0].shape[1]
-
-    def taken(side: int) -> Sequence[Tensor]:
-        states = torch.stack([pair[side] for pair in key_values], dim=1).flatten(1, 3)
+    sides = []
+    for of_layers in zip(*key_values, strict=True):
+        states = torch.stack(of_layers, dim=1).flatten(1, 3)
         states = take_places(states, chosen.flatten(1)).unflatten(1, (layers, heads, is_real.shape[1]))
-        return states.masked_fill(~is_real[:, None, None, :, None], 0).unbind(1)
-
-    return tuple(zip(taken(0), taken(1), strict=True))
+        sides.append(states.masked_fill(~is_real[:, None, None, :, None], 0).unbind(1))
+    return tuple(zip(*sides, strict=True))
 
 
 def _of_chosen(of_pairs: Tensor, chosen: Tensor, is_real: Tensor) -> Tensor:

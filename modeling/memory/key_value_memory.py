@@ -152,29 +152,20 @@ def filled_cache(memory: CompressedContext, is_full: bool, cache: Cache | None, 
 def inverse_frequencies(backbone: PreTrainedModel) -> Tensor | None:
     """Angles per position of the backbone's rotary embedding, `(head_dim / 2,)`; `None` where they are not fixed, or
     do not turn one half of a whole key against the other, or not those of every layer alike."""
-    rotary = getattr(backbone, "rotary_emb", None)
-    if getattr(rotary, "rope_type", None) not in _FIXED_ROPE_TYPES or backbone.config.model_type in _INTERLEAVED:
+    config, rotary = backbone.config, getattr(backbone, "rotary_emb", None)
+    if getattr(rotary, "rope_type", None) not in _FIXED_ROPE_TYPES or config.model_type in _INTERLEAVED:
         return None
-    if backbone.config.model_type in _TURNED_OTHERWISE or not _turns_all_layers(backbone.config):
+    # 0 for a layer without rotary positions; of their bases 0 or `None`.
+    bases = set(getattr(config, "layer_rope_theta", None) or (1.0,))
+    turns_all_layers = 0 not in (getattr(config, "no_rope_layers", None) or ()) and len(bases) == 1 and all(bases)
+    if config.model_type in _TURN_IN_WINDOWS and "full_attention" in config.layer_types:
+        turns_all_layers &= config.model_type in _OR_WITHOUT_WINDOW and config.sliding_window is None
+    if config.model_type in _TURNED_OTHERWISE or not turns_all_layers:
         return None
     frequencies = getattr(rotary, "inv_freq", None)
-    if frequencies is None or 2 * len(frequencies) != key_value_shape(backbone.config)[2]:
+    if frequencies is None or 2 * len(frequencies) != key_value_shape(config)[2]:
         return None
     return frequencies.float().clone()
-
-
-def _turns_all_layers(config: Any) -> bool:
-    """Return whether the keys of all layers have rotary positions, with the same angles."""
-    # 1 for a layer with rotary positions.
-    if 0 in (getattr(config, "no_rope_layers", None) or ()):
-        return False
-    # 0 or `None` for a layer without them.
-    bases = set(getattr(config, "layer_rope_theta", None) or (1.0,))
-    if len(bases) > 1 or not all(bases):
-        return False
-    if config.model_type not in _TURN_IN_WINDOWS or "full_attention" not in config.layer_types:
-        return True
-    return config.model_type in _OR_WITHOUT_WINDOW and config.sliding_window is None
 
 
 def position_bytes(config: Any, dtype: torch.dtype) -> int:

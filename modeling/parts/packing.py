@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots and text in one sequence: which place each of them takes, and which state belongs to which text token.
+"""Rows of a batch: which place slots and text take in them, and which rows of similar length go together.
 
 Inside the backbone a row reads `[pads, slots, text]` where a cache goes on from it, since layers with a sliding window
 count places and not positions, and elsewhere `[slots, text, pads]`. Text may be padded on either side; the states that
@@ -8,12 +8,16 @@ come out are aligned with it again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# So few that they are not worth another pass.
+_FREE_PADS = 512
 
 
 @dataclass
@@ -159,3 +163,39 @@ def left_padded(tensor: Tensor, mask: Tensor) -> Tensor:
 def right_padded(tensor: Tensor, mask: Tensor) -> Tensor:
     """Move the pads of `(batch_size, length)` rows to the right."""
     return tensor.gather(1, mask.argsort(dim=1, stable=True, descending=True))
+
+
+def length_batches(
+    lengths: Sequence[int],
+    batch_size: int | None = None,
+    batch_tokens: int | None = None,
+    most_padding: float = math.inf,
+    counts: Sequence[int] | None = None,
+    in_order: bool = False,
+) -> list[list[int]]:
+    """Cut rows into batches by length, the longest first, and return the rows of each: what does not fit is found at
+    once.
+
+    Args:
+        lengths: tokens of each row.
+        batch_size: rows in a batch at most.
+        batch_tokens: tokens in a batch at most, pads included; a longer row is a batch of its own.
+        most_padding: pads in a batch for each token at most, but for 512 pads, which take no time.
+        counts: for how many rows each stands; those of one are never parted, and may alone be more than `batch_size`.
+        in_order: whether batches are of neighbours.
+    """
+    order = range(len(lengths)) if in_order else sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    batches: list[list[int]] = []
+    size = longest = total = 0
+    for row in order:
+        count = 1 if counts is None else counts[row]
+        if batches:
+            size, longest, total = size + count, max(longest, lengths[row]), total + count * lengths[row]
+            padded = size * longest
+            is_full = size > (batch_size or size) or padded > (batch_tokens or padded)
+            if not is_full and padded - total <= max(_FREE_PADS, most_padding * total):
+                batches[-1].append(row)
+                continue
+        batches.append([row])
+        size, longest, total = count, lengths[row], count * lengths[row]
+    return [sorted(batch) for batch in batches]

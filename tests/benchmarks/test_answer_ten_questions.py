@@ -13,7 +13,7 @@ from context_compressors.data.task_tokens import add_task_tokens
 from context_compressors.demo import load
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-from context_compressors.modeling.parts.prompting import opening_ids, question_ids
+from context_compressors.modeling.parts.text_ids import opening_ids, question_ids
 
 QUESTIONS = ["How long does a full charge take?", "How many years is the guarantee?"]
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from context_compressors.configuration.methods import METHODS
 from context_compressors.evaluation import flops
-from context_compressors.modeling.parts.cache_name import CACHE
+from context_compressors.modeling.parts.base_pass import CACHE
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {

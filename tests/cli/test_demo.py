@@ -13,7 +13,7 @@ from context_compressors import demo
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.evaluation.metrics import holds_answer, normalize_answer
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-from context_compressors.modeling.parts.prompting import opening_ids
+from context_compressors.modeling.parts.text_ids import opening_ids
 
 PAGES = demo.read_pages()
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from context_compressors import CorpusCompressor, KVZipForCausalLM, MeanPoolingConfig, MeanPoolingForCausalLM
 from context_compressors.corpus.memory_columns import memory_of_columns
-from context_compressors.modeling.parts.length_batches import length_batches
+from context_compressors.modeling.parts.packing import length_batches
 
 RANDOM = random.Random(0)
 TEXTS = ["".join(RANDOM.choices("abc def", k=length)) for length in (9, 0, 40, 1, 17, 40, 3)]

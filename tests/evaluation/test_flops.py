@@ -27,7 +27,7 @@ from context_compressors.evaluation.flops import (
     method_config,
     named_config,
 )
-from context_compressors.modeling.parts.cache_name import CACHE
+from context_compressors.modeling.parts.base_pass import CACHE
 
 T5_SIZES = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 3, "num_decoder_layers": 2}
 T5_SIZES["num_heads"] = 4

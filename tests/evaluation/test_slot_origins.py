@@ -14,7 +14,7 @@ from context_compressors import (
     StreamingLLMForCausalLM,
 )
 from context_compressors.evaluation.slot_origins import attention_by_head, information_flow, one_chunk, slot_origins
-from context_compressors.modeling.parts.cache_name import CACHE
+from context_compressors.modeling.parts.base_pass import CACHE
 
 TEXT = "The mill\nstands by the river, for $3 a day or $4."
 

@@ -27,7 +27,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from context_compressors import ICAEForCausalLM, MeanPoolingForCausalLM, add_task_tokens, cli
-from context_compressors.modeling.parts.prompting import opening_ids
+from context_compressors.modeling.parts.text_ids import opening_ids
 
 VLLM_PYTHON = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
 pytestmark = [

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from context_compressors import ActivationBeaconConfig, ActivationBeaconForCausalLM
-from context_compressors.modeling.parts.cache_name import CACHE
+from context_compressors.modeling.parts.base_pass import CACHE
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +130,14 @@ def test_untrained_beacons_are_eos_behind_every_group(tmp_path):
 
 def windows_read(model, call, monkeypatch):
     """For each pass of the base its position ids and mask, as lists."""
-    found, read = [], model.model.encoder_states
+    found, read = [], model.model.encoder_outputs
 
     def spy(**inputs):
         found.append((inputs["position_ids"][0].tolist(), int(inputs["attention_mask"].sum())))
         return read(**inputs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(model.model, "encoder_states", spy)
+        patch.setattr(model.model, "encoder_outputs", spy)
         call()
     return found
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from context_compressors import CompressedContext, ContextCompressionQAPipeline
-from context_compressors.modeling.parts.prompting import message_ids, opening_ids, question_ids
-from context_compressors.modeling.parts.text_ids import encode, text_tokenizer
+from context_compressors.modeling.parts.text_ids import encode, message_ids, opening_ids, question_ids, text_tokenizer
 from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 from context_compressors.training.objectives.compression_dataset import CompressionDataset

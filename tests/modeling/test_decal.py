@@ -18,7 +18,7 @@ from transformers import (
 
 from context_compressors import DeCALConfig, DeCALForConditionalGeneration, DeCALModel
 from context_compressors.modeling.modeling_decal import relative_position_bias
-from context_compressors.modeling.parts.cache_name import CACHE
+from context_compressors.modeling.parts.base_pass import CACHE
 
 # --- section 3 by hand ---
 

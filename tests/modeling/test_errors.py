@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from context_compressors.modeling.compressor import validation
-from context_compressors.modeling.parts.cache_name import CACHE
+from context_compressors.modeling.parts.base_pass import CACHE
 
 CONTEXT, TEXT = torch.arange(5, 15)[None], torch.arange(20, 24)[None]
 

@@ -11,7 +11,7 @@ from tiny_models import METHODS, ON_EVERY_BASE, TRAINING_FREE, Case
 from transformers import GenerationConfig, StaticCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from context_compressors.modeling.parts.cache_name import CACHE
+from context_compressors.modeling.parts.base_pass import CACHE
 
 NEW_TOKENS = 6
 GREEDY = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}

@@ -16,7 +16,7 @@ from transformers.utils import is_flash_attn_2_available
 from context_compressors import CompressedContext
 from context_compressors.corpus.memory_store import MemoryStore
 from context_compressors.modeling.compressor.headwise_reading import _BY_HEADS, attend_by_heads
-from context_compressors.modeling.parts.attention_masks import with_sight
+from context_compressors.modeling.parts.base_pass import with_sight
 
 KV_ZIP = Case(next(method for method in TRAINING_FREE if method.name == "kv_zip"))
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}

@@ -31,8 +31,8 @@ def test_slots_start_as_the_mean_of_the_bases_bidirectional_states(tiny_base_con
 @torch.no_grad()
 def test_the_linear_map_follows_the_pooling(mean_pooling):
     model = mean_pooling.model.model
-    states = model.encoder_states(IDS, torch.ones_like(IDS), torch.arange(11)[None], is_causal=False)
-    expected = functional.linear(windows(states, 3), model.slot_projection.weight)
+    outputs = model.encoder_outputs(IDS, torch.ones_like(IDS), torch.arange(11)[None], is_causal=False)
+    expected = functional.linear(windows(outputs.last_hidden_state, 3), model.slot_projection.weight)
     torch.testing.assert_close(model.compress(IDS, ratio=3).embeddings, expected)
 
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from context_compressors.modeling.compressor import memory_token_compressor as memory_tokens
 from context_compressors.modeling.compressor import modeling_compressor as decoding
-from context_compressors.modeling.parts.cache_name import CACHE
+from context_compressors.modeling.parts.base_pass import CACHE
 from context_compressors.modeling.parts.position_layout import encoder_position_ids
 
 LAYOUTS = ["default", "uniform", "enhanced"]
@@ -123,8 +123,8 @@ def test_without_pairwise_masks_ratios_go_one_by_one_and_copies_cannot_see_each_
     monkeypatch.setattr(memory_tokens, "PAIRWISE_MASKS", ())
     ids = ids_of(12)
     model, passes = compression_tokens.build(position_layout="uniform"), []
-    original = model.model.encoder_states
-    monkeypatch.setattr(model.model, "encoder_states", lambda **kwargs: passes.append(1) or original(**kwargs))
+    original = model.model.encoder_outputs
+    monkeypatch.setattr(model.model, "encoder_outputs", lambda **kwargs: passes.append(1) or original(**kwargs))
     model.compress(ids, ratio=[2, 3])
     assert len(passes) == 2
     with pytest.raises(ValueError, match=r"see each other.*'sdpa'"):

@@ -24,7 +24,7 @@ from context_compressors import (
     SnapKVConfig,
     SnapKVForCausalLM,
 )
-from context_compressors.modeling.parts.cache_name import CACHE
+from context_compressors.modeling.parts.base_pass import CACHE
 
 
 # VoCo's text stands elsewhere, and is read with its adapter: test_voco.py. Heads that keep unlike numbers of pairs:

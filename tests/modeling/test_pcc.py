@@ -9,7 +9,7 @@ from transformers import AutoModel, GPT2Config, LlamaForCausalLM
 
 from context_compressors import PCCConfig, PCCForCausalLM
 from context_compressors.data.task_tokens import text_starts
-from context_compressors.modeling.parts.prompting import restored_ids, start_ids
+from context_compressors.modeling.parts.text_ids import restored_ids, start_ids
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 
 SEGMENT = 6

@@ -10,7 +10,7 @@ from tiny_models import TRAINING_FREE_CASES
 from context_compressors import CompressedContext
 from context_compressors.modeling import modeling_comprexit
 from context_compressors.modeling.compressor import modeling_compressor
-from context_compressors.modeling.parts.attention_masks import run_backbone
+from context_compressors.modeling.parts.base_pass import run_backbone
 from context_compressors.modeling.parts.position_layout import decoder_position_ids, encoder_position_ids
 
 
@@ -52,8 +52,8 @@ def test_many_ratios_cost_one_pass_and_equal_separate_calls(case, random_rows, p
     ratios = list(model.config.compression_ratios)
     separate = [model.compress(ids, mask, ratio=ratio) for ratio in ratios]
     calls = []
-    states = model.model.encoder_states
-    monkeypatch.setattr(model.model, "encoder_states", lambda *a, **k: calls.append(1) or states(*a, **k))
+    states = model.model.encoder_outputs
+    monkeypatch.setattr(model.model, "encoder_outputs", lambda *a, **k: calls.append(1) or states(*a, **k))
     together = model.compress(ids, mask, ratio=ratios)
     # A segment is read behind the slots of one ratio.
     passes = 3 * len(ratios) if case.method.recurrent else len(ratios) if case.method.passages else 1

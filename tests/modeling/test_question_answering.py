@@ -11,7 +11,7 @@ from transformers import GenerationConfig, pipeline
 
 from context_compressors import CompressedContext, ContextCompressionQAPipeline, add_task_tokens
 from context_compressors.modeling.compressor import context_compression_qa
-from context_compressors.modeling.parts.prompting import question_ids
+from context_compressors.modeling.parts.text_ids import question_ids
 
 DOCUMENTS = ["Nora keeps eleven bees.", "Olaf owns the mill. {x}", "No."]
 QUESTIONS = ["Who?", "What does Nora keep [LM]?"]

@@ -12,7 +12,7 @@ from tiny_models import plain_model
 from transformers import DynamicCache, StaticCache
 
 from context_compressors import CompressedContext
-from context_compressors.modeling.parts.cache_name import CACHE
+from context_compressors.modeling.parts.base_pass import CACHE
 
 LEAST = 1e-4
 # 36 tokens of context have positions of their own.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from context_compressors import CompressedContext, add_task_tokens
-from context_compressors.modeling.parts.prompting import message_ids
+from context_compressors.modeling.parts.text_ids import message_ids
 
 QUESTION = "Who?"
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.smolvlm import processing_smolvlm
 
 from context_compressors import CompressedContext, VoCoForCausalLM
-from context_compressors.modeling.parts.cache_name import CACHE
+from context_compressors.modeling.parts.base_pass import CACHE
 
 IMAGE = 127
 VISION = {

@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 
 from context_compressors import MeanPoolingForCausalLM
 from context_compressors.data.prompts import default_prompts
-from context_compressors.modeling.parts.prompting import document_ids, question_ids
-from context_compressors.modeling.parts.text_ids import encode
+from context_compressors.modeling.parts.text_ids import document_ids, encode, question_ids
 from context_compressors.training.train import main
 
 PROMPTS = {"question_answering": ["Q: {question}\nA:", "{question}"], "summarization": ["Sum:"]}

@@ -13,8 +13,7 @@ from ...configuration.configuration_compressor import CompressorConfig
 from ...configuration.nearest_names import check_choice
 from ...data.prompts import load_prompts
 from ...data.task_tokens import text_starts
-from ...modeling.parts.prompting import opening_ids, prompt_ids
-from ...modeling.parts.text_ids import context_end_ids, leave_out_bos, text_tokenizer
+from ...modeling.parts.text_ids import context_end_ids, leave_out_bos, opening_ids, prompt_ids, text_tokenizer
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..loading import load_compressor, load_tokenizer
 from .compression_collator import CompressionCollator, Seq2SeqCollator

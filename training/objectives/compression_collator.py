@@ -16,9 +16,16 @@ from ...configuration.nearest_names import check_choice
 from ...data.task_tokens import text_starts
 from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from ...modeling.memory.compressed_context import CompressedContext
-from ...modeling.parts.prompting import DOCUMENT_END, before_answer, chat_ids, prompt_ids
+from ...modeling.parts.text_ids import (
+    DOCUMENT_END,
+    before_answer,
+    chat_ids,
+    encode,
+    prefix_ids,
+    prompt_ids,
+    text_tokenizer,
+)
 from ...modeling.parts.text_ids import context_start_ids as find_context_start_ids
-from ...modeling.parts.text_ids import encode, prefix_ids, text_tokenizer
 from ...modeling.parts.text_ids import start_token_id as find_start_token_id
 
 MODES = ("compressed", "full_context", "no_context", "distillation", "joint")
@@ -316,13 +323,13 @@ class TextRows:
         if isinstance(prompt, str) and isinstance(completion, str):
             prompts = prompt_ids(self._tokenizer, [prompt], self._config.prompt_format)
             return prompts.head, [(prompts.turns[0], [*encode(self._tokenizer, completion), prompts.end])]
-        given, learned = ([], messages) if messages is not None else (prompt, completion)
-        if given is None or not (_are_messages(given) and _are_messages(learned) and learned):
+        asked_messages, learned = ([], messages) if messages is not None else (prompt, completion)
+        if asked_messages is None or not (_are_messages(asked_messages) and _are_messages(learned) and learned):
             raise ValueError(f"a row needs {_FORMS}, got the columns {sorted(row)}")
         if learned[-1]["role"] != "assistant":
             raise ValueError(f"the last message must be the assistant's, whose answer is learned, got {learned[-1]!r}")
         answers = [message["content"] for message in learned if message["role"] == "assistant"]
-        asked = [*given, *({**m, "content": None} if m["role"] == "assistant" else m for m in learned)]
+        asked = [*asked_messages, *({**m, "content": None} if m["role"] == "assistant" else m for m in learned)]
         if self._config.prompt_format == "chat":
             prompts, space = chat_ids(self._tokenizer, asked), ""
         elif [message["role"] for message in asked] == ["user", "assistant"]:

@@ -18,8 +18,15 @@ from ...data.rows import FileSource, draw_document, places
 from ...data.sources import DataSource
 from ...data.synthetic_documents import GeneratedDocument
 from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
-from ...modeling.parts.prompting import DOCUMENT_END, before_answer, cut_passages, prompt_ids
-from ...modeling.parts.text_ids import encode, prefix_ids, text_tokenizer
+from ...modeling.parts.text_ids import (
+    DOCUMENT_END,
+    before_answer,
+    cut_passages,
+    encode,
+    prefix_ids,
+    prompt_ids,
+    text_tokenizer,
+)
 from ..fields import DataArguments, scheduled_length
 
 # Their contexts belong to a question or a summary, and cannot be made shorter.

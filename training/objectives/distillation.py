@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...modeling.parts.base_precision import trained_base_weights
+from ...modeling.parts.base_pass import trained_base_weights
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..loading import teacher_language_model
 from ..losses import distillation_loss, logits_function, prediction_positions

@@ -133,11 +133,11 @@ class SegmentTrainer(CompressionTrainer):
 
     def _step_loss(self, batch: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
         target = self._target(batch, num_items_in_batch)
-        given, losses = batch.get("soft_prompts", {}), []
+        soft_prompts, losses = batch.get("soft_prompts", {}), []
         self._soft_prompts = {}
         for ratio in self.step_ratios():
             ids, labels = batch["input_ids"], batch["labels"]
-            soft_prompt = given.get(ratio) or self._no_summaries(ids)
+            soft_prompt = soft_prompts.get(ratio) or self._no_summaries(ids)
             for span, lengths in _spans(batch["segment_lengths"]):
                 states, soft_prompt = self._read_substep(ids[:, span], lengths, ratio, soft_prompt)
                 losses.append(self._memory_loss(states, labels[:, span], target, f"ratio_{ratio}"))

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from context_compressors import CompressedContext, CompressionTokensForCausalLM
-from context_compressors.modeling.parts.prompting import cut_passages
-from context_compressors.modeling.parts.text_ids import encode
+from context_compressors.modeling.parts.text_ids import cut_passages, encode
 from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 from context_compressors.training.objectives.compression_dataset import CompressionDataset

@@ -10,8 +10,7 @@ from trl import SFTConfig, SFTTrainer
 
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-from context_compressors.modeling.parts.prompting import message_ids, opening_ids, question_ids
-from context_compressors.modeling.parts.text_ids import encode
+from context_compressors.modeling.parts.text_ids import encode, message_ids, opening_ids, question_ids
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 
 CONTEXT = "Nora keeps eleven bees."
