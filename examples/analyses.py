@@ -6,7 +6,7 @@
     python -m examples.analyses curves icae=outputs/icae-1 icae=outputs/icae-2 pooled=outputs/p --output curves.png
     python -m examples.analyses flops llama-2-7b --methods gmsa --ratios 4 8
 
-`NAME=` names what is compared; runs of one name are seeds of one curve.
+`NAME=` names what is compared; runs of one name are seeds of one curve. `analyses.ipynb` calls the functions.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from context_compressors.evaluation.slot_origins import (
     slot_origins,
 )
 from context_compressors.modeling.parts.position_layout import uniform_memory_ids
-from context_compressors.modeling.parts.prompting import document_ids
+from context_compressors.modeling.parts.text_ids import document_ids
 from context_compressors.reporting.tables import markdown_table
 
 
@@ -54,12 +54,12 @@ def effective_rank(values: Tensor) -> float:
     return float(torch.special.entr(values.double() / values.double().sum()).sum().exp())
 
 
-def loaded(model: str, arguments: argparse.Namespace) -> tuple[Any, list[int]]:
-    """A compressor and the document's token ids."""
+def loaded(model: str, document: str, max_tokens: int | None) -> tuple[Any, list[int]]:
+    """Load a compressor and the token ids of a text file."""
     compressor, tokenizer = load_compressor(model)
     own = context_tokenizer(compressor, tokenizer)
-    text = Path(arguments.document).read_text(encoding="utf-8")
-    return compressor, document_ids(compressor.config, own, text)[: arguments.max_tokens]
+    text = Path(document).read_text(encoding="utf-8")
+    return compressor, document_ids(compressor.config, own, text)[:max_tokens]
 
 
 def draw_maps(maps: dict[str, Tensor], path: Path, axes_names: tuple[str, str], **limits: Any) -> Path:
@@ -74,25 +74,24 @@ def draw_maps(maps: dict[str, Tensor], path: Path, axes_names: tuple[str, str], 
     return save_figure(figure, path)
 
 
-def slots(arguments: argparse.Namespace) -> None:
+def slots(
+    models: Sequence[str], document: str, output: str, ratio: int | None = None, max_tokens: int | None = None
+) -> None:
     """ComprExIT, Figures 3 to 5 and 7."""
-    folder, rows = Path(arguments.output), []
+    folder, rows = Path(output), []
     allocations: dict[str, Tensor] = {}
     layers: dict[str, Tensor] = {}
     vectors: dict[str, Tensor] = {}
-    for model in arguments.models:
+    for model in models:
         name, _, place = model.rpartition("=")
         name = name or Path(place).name
-        compressor, ids = loaded(place, arguments)
+        compressor, ids = loaded(place, document, max_tokens)
         row = torch.tensor([ids], device=compressor.device)
-        origins, memory = (
-            slot_origins(compressor, ids, arguments.ratio),
-            compressor.compress(row, ratio=arguments.ratio),
-        )
+        origins, memory = slot_origins(compressor, ids, ratio), compressor.compress(row, ratio=ratio)
         if origins is not None:
             allocations[name] = torch.block_diag(*origins.chunks)
             if origins.kind == "plan":
-                weights = information_flow(compressor.base_model, row, ratio=arguments.ratio)[0]
+                weights = information_flow(compressor.base_model, row, ratio=ratio)[0]
                 layers |= {} if weights is None else {name: weights[0].float().cpu().T}
         if memory.embeddings is not None:
             vectors[name] = memory.embeddings[0].float().cpu()
@@ -127,12 +126,19 @@ def draw_singular_values(vectors: dict[str, Tensor], path: Path) -> Path:
     return save_with_legend(figure, axes, path)
 
 
-def attention(arguments: argparse.Namespace) -> None:
+def attention(
+    model: str,
+    document: str,
+    output: str,
+    ratio: int | None = None,
+    max_tokens: int | None = None,
+    layers: Sequence[int] | None = None,
+) -> None:
     """EPL, Figures 6 and 7: attention of memory tokens, and their places under the uniform layout."""
-    compressor, ids = loaded(arguments.model, arguments)
+    compressor, ids = loaded(model, document, max_tokens)
     row = torch.tensor([ids], device=compressor.device)
-    by_layer = attention_by_head(compressor.base_model, row, ratio=arguments.ratio)
-    chosen = arguments.layers or sorted({min(2, len(by_layer)), len(by_layer)})
+    by_layer = attention_by_head(compressor.base_model, row, ratio=ratio)
+    chosen = layers or sorted({min(2, len(by_layer)), len(by_layer)})
     figure = blank_figure(1.0 + 5.0 * len(chosen), 4.0)
     for axes, layer in zip(figure.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
         weights = by_layer[layer - 1][0].float().mean(dim=0).cpu()
@@ -143,7 +149,7 @@ def attention(arguments: argparse.Namespace) -> None:
         axes.set_title(f"layer {layer} of {len(by_layer)}", fontsize=10)
         axes.set_xlabel("context token")
         axes.set_ylabel("memory token")
-    print(save_figure(figure, arguments.output))
+    print(save_figure(figure, output))
 
 
 def read_curve(run: str, metric: str) -> dict[int, float]:
@@ -179,29 +185,29 @@ def mean_curve(seeds: Sequence[dict[int, float]]) -> dict[int, float]:
     return {step: sum(seed[step] for seed in seeds) / len(seeds) for step in seeds[0]}
 
 
-def curves(arguments: argparse.Namespace) -> None:
+def curves(runs: Sequence[str], output: str, metric: str = "loss", loss: float | None = None) -> None:
     """EPL, Figures 4 and 5; ComprExIT, Figure 6."""
-    runs: dict[str, list[dict[int, float]]] = {}
-    for run in arguments.runs:
+    of_seeds: dict[str, list[dict[int, float]]] = {}
+    for run in runs:
         name, _, place = run.rpartition("=")
-        runs.setdefault(name or Path(place).name, []).append(read_curve(place, arguments.metric))
-    means = {name: mean_curve(seeds) for name, seeds in runs.items()}
-    loss = arguments.loss or max(min(curve.values()) for curve in means.values())
+        of_seeds.setdefault(name or Path(place).name, []).append(read_curve(place, metric))
+    means = {name: mean_curve(seeds) for name, seeds in of_seeds.items()}
+    loss = loss or max(min(curve.values()) for curve in means.values())
     steps = {name: steps_to_reach(curve, loss) for name, curve in means.items()}
     first = next(iter(steps.values()))
     rows = []
-    figure, axes = line_figure(f"{arguments.metric} by training step", arguments.metric)
+    figure, axes = line_figure(f"{metric} by training step", metric)
     for index, (name, curve) in enumerate(means.items()):
         colour, values, reached = COLOURS[index % len(COLOURS)], list(curve.values()), steps[name]
         axes.plot(list(curve), values, color=colour, label=name)
-        if len(runs[name]) > 1:
-            low, high = ([pick(seed[step] for seed in runs[name]) for step in curve] for pick in (min, max))
+        if len(of_seeds[name]) > 1:
+            low, high = ([pick(seed[step] for seed in of_seeds[name]) for step in curve] for pick in (min, max))
             axes.fill_between(list(curve), low, high, color=colour, alpha=0.2, linewidth=0)
         if reached is not None:
             axes.plot([reached], [loss], color=colour, marker=MARKERS[index % len(MARKERS)], linestyle="")
         times = "-" if reached is None or first is None else f"{first / reached:.2f}"
         shown = [f"{value:.4g}" for value in (values[0], values[-1], min(values))]
-        rows.append([name, len(runs[name]), *shown, "never" if reached is None else f"{reached:.0f}", times])
+        rows.append([name, len(of_seeds[name]), *shown, "never" if reached is None else f"{reached:.0f}", times])
     axes.axhline(loss, color="grey", linestyle="--", linewidth=0.8)
     axes.set_xlabel("step")
     header = [
@@ -211,16 +217,22 @@ def curves(arguments: argparse.Namespace) -> None:
         "last",
         "lowest",
         f"steps to {loss:.4g}",
-        f"times faster than {next(iter(runs))}",
+        f"times faster than {next(iter(of_seeds))}",
     ]
     print(markdown_table(header, rows))
-    print(save_with_legend(figure, axes, arguments.output))
+    print(save_with_legend(figure, axes, output))
 
 
-def flops(arguments: argparse.Namespace) -> None:
+def flops(
+    base: str,
+    methods: Sequence[str] = (),
+    ratios: Sequence[int] = (),
+    context_tokens: int = 3253,
+    question_tokens: int = 50,
+    answer_tokens: int = 100,
+) -> None:
     """GMSA, Appendix G."""
-    lengths = (arguments.context_tokens, arguments.question_tokens, arguments.answer_tokens)
-    print(flops_table(arguments.base, arguments.methods, arguments.ratios, *lengths))
+    print(flops_table(base, methods, ratios, context_tokens, question_tokens, answer_tokens))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -255,5 +267,5 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    parsed = build_parser().parse_args()
-    parsed.run(parsed)
+    arguments = vars(build_parser().parse_args())
+    arguments.pop("run")(**arguments)

@@ -350,6 +350,10 @@ def merge_lora(model: nn.Module, name: str) -> None:
 
 # parts/text_ids.py
 
+# In a chat the document's words and the prompt are one message of the user; this stands between them.
+DOCUMENT_END = "\n\n"
+# Stands for a text while a chat template is filled; private characters, which no template changes.
+_MARK = "\ue000{}\ue001"
 # Of most texts, more than there are; tokens behind those that are wanted, so that none of these is a cut word's.
 _CHARACTERS_PER_TOKEN, _MORE_TOKENS = 16, 64
 # Copies of tokenizers by whether they split special tokens.
@@ -459,124 +463,232 @@ def check_texts(name: str, texts: Sequence[Any]) -> None:
             ) from None
 
 
-# parts/length_batches.py
+def context_opening(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return what a compressor reads in front of a document: `context_start_ids`, or what opens the text."""
+    if not config.opens_context:
+        return context_start_ids(tokenizer)
+    return prompt_ids(tokenizer, [""], config.prompt_format).head or [start_token_id(tokenizer)]
+
+
+def document_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, document: str) -> list[int]:
+    """Return the token ids of a document as the checkpoint was trained to compress it."""
+    return passages_ids(config, tokenizer, [document])[0][0]
+
+
+def decoder_document_ids(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    document: str | Sequence[str],
+    max_tokens: int | None = None,
+) -> list[int]:
+    """Return a document's ids for `question_ids`: what opens a text is the prompt's, or a task token follows."""
+    passages = cut_passages(passages_ids(config, tokenizer, [document])[0], max_tokens)
+    opening = 0 if config.task_token_ids else len(context_opening(config, tokenizer))
+    return [token for passage in passages for token in passage[opening:]]
+
+
+def passages_ids(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str | Sequence[str]],
+    most: int | None = None,
+) -> list[list[list[int]]]:
+    """Return the token ids of each document's passages, each as a document of its own; a text is one passage."""
+    passages = [[document] if isinstance(document, str) else list(document) for document in documents]
+    # Tokenized apart, as in training.
+    start = document_start(config, tokenizer)
+    end = context_end_ids(tokenizer) if config.is_encoder_decoder else []
+    rows = iter(encode_all(tokenizer, [passage for document in passages for passage in document], most))
+    return [[[*start, *next(rows), *end] for _ in document] for document in passages]
+
+
+def document_start(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids that open every document: BOS or the like, and the configuration's `context_prefix`."""
+    return context_opening(config, tokenizer) + prefix_ids(tokenizer, config.context_prefix)
+
+
+def cut_passages(
+    passages: Sequence[Sequence[int]], num_tokens: int | None, keeps_end: bool = False
+) -> list[list[int]]:
+    """Return the first or last tokens of a document's passages, without passages of which none is left."""
+    left, kept = num_tokens, []
+    for passage in reversed(passages) if keeps_end else passages:
+        if left is not None:
+            passage = passage[max(0, len(passage) - left) :] if keeps_end else passage[:left]
+            left -= len(passage)
+        kept += [list(passage)] if passage else []
+    return kept[::-1] if keeps_end else kept
+
+
+def question_ids(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    question: str,
+    prompt: str | None = None,
+    document_ids: Sequence[int] | None = None,
+) -> list[int]:
+    """Return the token ids that stand between a memory and the answer, or those of a question behind a whole document."""
+    prompt = config.question_prompt if prompt is None else prompt
+    if prompt.count("{question}") != 1:
+        raise ValueError(f"`prompt` must hold {{question}} exactly once, got {prompt!r}")
+    # str.format would trip over braces inside the question.
+    ids = prompt_ids(tokenizer, [prompt.replace("{question}", question)], config.prompt_format)
+    head, tail = start_ids(config, tokenizer, ids.head), ids.turns[0]
+    if document_ids is not None:
+        return _with_document(config, tokenizer, head, document_ids, tail)
+    return tail if config.opens_context else [*head, *tail]
+
+
+def _with_document(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    head: Sequence[int],
+    document_ids: Sequence[int],
+    tail: Sequence[int],
+) -> list[int]:
+    if config.continuation_token_id is not None:
+        return [*document_ids, *head, *tail]
+    return [*(head or [start_token_id(tokenizer)]), *document_ids, *tail]
+
+
+def start_ids(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, head: Sequence[int], task: str = "continuation"
+) -> list[int]:
+    """Return what a text behind slots starts with: the method's task token, or else the template's opening in a chat
+    and elsewhere BOS, or nothing where `config.bos_before_text` is false."""
+    token = config.reconstruction_token_id if task == "reconstruction" else config.continuation_token_id
+    if token is not None:
+        has_bos = config.bos_before_task_token and not head
+        return [*[start_token_id(tokenizer)][:has_bos], token, *head]
+    return list(head) or [start_token_id(tokenizer)][: config.bos_before_text]
+
+
+def message_ids(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: str | Sequence[Mapping[str, str]],
+    document_ids: Sequence[int] | None = None,
+) -> list[int]:
+    """Return the token ids of a conversation behind a memory, or behind a whole document."""
+    if not isinstance(messages, str):
+        messages = list(messages)
+        for message in messages:
+            texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"a message must be a mapping with the texts `role` and `content`, got {message!r}")
+        if len(messages) == 1 and messages[0]["role"] == "user":
+            messages = messages[0]["content"]
+    if isinstance(messages, str):
+        plain = kept_text_tokenizer(tokenizer) if config.task_token_ids else tokenizer
+        return question_ids(config, plain, messages, document_ids=document_ids)
+    if not messages:
+        raise ValueError("`messages` is empty: give a question, or messages with `role` and `content`")
+    if messages[-1]["role"] != "user":
+        raise ValueError(f"the last of `messages` must be the user's, who asks, got {messages[-1]!r}")
+    if config.prompt_format == "chat":
+        chat = chat_ids(tokenizer, messages)
+        if document_ids is not None:
+            head = start_ids(config, tokenizer, chat.head)
+            return _with_document(config, tokenizer, head, document_ids, chat.turns[0])
+        if not config.opens_context:
+            return [*start_ids(config, tokenizer, chat.head), *chat.turns[0]]
+        if chat.head != prompt_ids(tokenizer, [""], "chat").head:
+            raise ValueError("the memory holds the opening of the chat: leave out what `messages` say before the user")
+        return chat.turns[0]
+    contents = [message["content"] for message in messages]
+    # Nobody's words are special tokens.
+    if any(name in content for content in contents for name in tokenizer.all_special_tokens):
+        messages = [{**message, "content": _MARK.format(place)} for place, message in enumerate(messages)]
+    ids = _filled(tokenizer, _templated(tokenizer, messages), contents)
+    start = [] if config.continuation_token_id is None else [config.continuation_token_id]
+    if document_ids is None and not start:
+        return ids
+    # A task token takes the place of BOS, and a document stands behind it.
+    ids = ids[1:] if ids[0] == tokenizer.bos_token_id else ids
+    return [*start, *ids] if document_ids is None else _with_document(config, tokenizer, start, document_ids, ids)
+
+
+# --- prompts and chat templates ---
+
+
+@dataclass(frozen=True)
+class PromptIds:
+    """Token ids around a document and between the answers about it."""
+
+    head: list[int]
+    turns: list[list[int]]
+    end: int
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], prompt_format: str = "plain") -> PromptIds:
+    """Token ids of prompts that are asked one after the other about one document."""
+    if prompt_format == "plain":
+        return PromptIds([], [encode(tokenizer, prompt) for prompt in prompts], tokenizer.eos_token_id)
+    messages: list[dict[str, str | None]] = []
+    for prompt in prompts:
+        messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": None}]
+    return chat_ids(tokenizer, messages)
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str | None]]) -> PromptIds:
+    """A conversation in the chat template, cut where the document and the answers that are `None` stand."""
+    if tokenizer.chat_template is None:
+        raise ValueError("the tokenizer has no chat template, and the prompt format is 'chat': ask an instruct model")
+    document, answer = _MARK.format("document"), _MARK.format("answer")
+    contents: list[str] = []
+    filled: list[dict[str, Any]] = []
+    for message in messages:
+        content, mark = message["content"] or "", _MARK.format(len(contents))
+        if message["role"] == "user" and not any(document in other["content"] for other in filled):
+            mark, content = document + mark, DOCUMENT_END + content
+        elif message["content"] is None:
+            mark = answer
+        contents.append(content)
+        filled.append({**message, "content": mark})
+    text = _templated(tokenizer, filled, add_generation_prompt=False)
+    opening = _templated(tokenizer, filled)
+    if messages[-1]["role"] != "assistant":
+        text = opening + answer
+    asked = [_MARK.format(place) for place, message in enumerate(messages) if message["role"] == "user"]
+    if text.count(document) != 1 or any(mark not in text for mark in asked):
+        raise ValueError("the tokenizer's chat template leaves out what the user says, so no document can stand in it")
+    head, _, rest = text.partition(document)
+    parts = [_filled(tokenizer, part, contents) for part in rest.split(answer)]
+    end = parts[-1][0] if parts[-1] and parts[-1][0] in tokenizer.all_special_ids else tokenizer.eos_token_id
+    turns = [part[1:] if index and part[:1] == [end] else part for index, part in enumerate(parts[:-1])]
+    return PromptIds(_filled(tokenizer, head, contents), turns, end)
+
+
+def _templated(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+) -> str:
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except Exception as error:
+        raise ValueError(f"the tokenizer's chat template refuses these messages: {error}") from error
+
+
+def _filled(tokenizer: PreTrainedTokenizerBase, text: str, contents: Sequence[str]) -> list[int]:
+    here = [(mark, content) for place, content in enumerate(contents) if (mark := _MARK.format(place)) in text]
+    names = tokenizer.all_special_tokens
+    if not any(name in content for _, content in here for name in names):
+        for mark, content in here:
+            text = text.replace(mark, content)
+        return prefix_ids(tokenizer, text)
+    ids: list[int] = []
+    for mark, content in here:
+        before, _, text = text.partition(mark)
+        ids += prefix_ids(tokenizer, before) + words_ids(tokenizer, content)
+    return ids + prefix_ids(tokenizer, text)
+
+
+# parts/packing.py
 
 # So few that they are not worth another pass.
 _FREE_PADS = 512
 
-
-def length_batches(
-    lengths: Sequence[int],
-    batch_size: int | None = None,
-    batch_tokens: int | None = None,
-    most_padding: float = math.inf,
-    counts: Sequence[int] | None = None,
-    in_order: bool = False,
-) -> list[list[int]]:
-    """Cut rows into batches by length, the longest first, and return the rows of each: what does not fit is found at
-    once."""
-    order = range(len(lengths)) if in_order else sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    batches: list[list[int]] = []
-    size = longest = total = 0
-    for row in order:
-        count = 1 if counts is None else counts[row]
-        if batches:
-            size, longest, total = size + count, max(longest, lengths[row]), total + count * lengths[row]
-            padded = size * longest
-            is_full = size > (batch_size or size) or padded > (batch_tokens or padded)
-            if not is_full and padded - total <= max(_FREE_PADS, most_padding * total):
-                batches[-1].append(row)
-                continue
-        batches.append([row])
-        size, longest, total = count, lengths[row], count * lengths[row]
-    return [sorted(batch) for batch in batches]
-
-
-# parts/base_precision.py
-
-_WEIGHTS = "_context_compressor_trained_and_frozen"
-
-
-def note_trained_weights(backbone: nn.Module) -> None:
-    """Keep in mind one map with a weight of the base's own that trains, and one that stays frozen."""
-    examples: dict[bool, tuple[nn.Module, str]] = {}
-    for path, module in backbone.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_floating_point() and ".lora_" not in path:
-                examples.setdefault(parameter.requires_grad, (module, name))
-    # Where they are, not the weights themselves: loading puts others in their place.
-    backbone.__dict__[_WEIGHTS] = (examples[True], examples[False]) if len(examples) == 2 else None
-
-
-def weights_of(module: nn.Module) -> Iterator[Tensor]:
-    """The module's parameters, also where it is a replica of `DataParallel`, whose weights are none to torch."""
-    for part in module.modules():
-        weights = part.__dict__.get("_former_parameters") or part._parameters
-        yield from (weight for weight in weights.values() if weight is not None)
-
-
-def in_base_precision(backbone: nn.Module) -> AbstractContextManager[Any]:
-    """Autocast to the type of the backbone's frozen weights inside this block, if those that train have another."""
-    weights = backbone.__dict__.get(_WEIGHTS)
-    if weights is None:
-        return nullcontext()
-    trained, frozen = (getattr(module, name) for module, name in weights)
-    if trained.dtype == frozen.dtype or torch.is_autocast_enabled(frozen.device.type):
-        return nullcontext()
-    # Autocast's cache of cast weights is one for all threads: one made without gradients would serve a training step.
-    return torch.autocast(frozen.device.type, dtype=frozen.dtype, cache_enabled=False)
-
-
-def embedding_scale(table: nn.Module) -> float:
-    """Return the number that a table of token embeddings multiplies its rows with, as Gemma's does."""
-    return getattr(table, "scalar_embed_scale", 1.0)
-
-
-def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
-    """Return hidden states in the type of an LM head's weight, which may train or be frozen apart from the
-    backbone."""
-    weight: Any = getattr(head, "weight", None)
-    # A quantized map sees to it by itself.
-    is_plain = weight is not None and weight.is_floating_point() and weight.dtype.itemsize > 1
-    return states if not is_plain or torch.is_autocast_enabled(states.device.type) else states.to(weight.dtype)
-
-
-def head_logits(head: nn.Module, states: Tensor) -> Tensor:
-    """Return logits `(..., vocab_size)` of hidden states `(..., hidden_size)`."""
-    logits = head(as_head_takes(head, states.reshape(-1, states.shape[-1])))
-    return logits.view(*states.shape[:-1], logits.shape[-1])
-
-
-class Float32Linear(nn.Linear):
-    """`nn.Linear` in float32, also where autocast would take a smaller type."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.float()
-        with torch.autocast(inputs.device.type, enabled=False):
-            return functional.linear(inputs.float(), self.weight.float(), bias)
-
-
-def perceptron(in_features: int, out_features: int) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """Return the modules of a perceptron of two layers, the second one from `out_features` to itself, in float32."""
-    return Float32Linear(in_features, out_features), nn.GELU(), Float32Linear(out_features, out_features)
-
-
-class Float32LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` in float32."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return functional.layer_norm(
-            inputs.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps
-        )
-
-
-# parts/cache_name.py
-
-# "cache" from version 5.24 on: the argument of its models and of `generate`, and the field of their outputs.
-CACHE = next(field.name for field in fields(BaseModelOutputWithPast) if field.name in ("cache", "past_key_values"))
-
-
-# parts/packing.py
 
 @dataclass
 class PackedSequence:
@@ -698,6 +810,33 @@ def left_padded(tensor: Tensor, mask: Tensor) -> Tensor:
 def right_padded(tensor: Tensor, mask: Tensor) -> Tensor:
     """Move the pads of `(batch_size, length)` rows to the right."""
     return tensor.gather(1, mask.argsort(dim=1, stable=True, descending=True))
+
+
+def length_batches(
+    lengths: Sequence[int],
+    batch_size: int | None = None,
+    batch_tokens: int | None = None,
+    most_padding: float = math.inf,
+    counts: Sequence[int] | None = None,
+    in_order: bool = False,
+) -> list[list[int]]:
+    """Cut rows into batches by length, the longest first, and return the rows of each: what does not fit is found at
+    once."""
+    order = range(len(lengths)) if in_order else sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    batches: list[list[int]] = []
+    size = longest = total = 0
+    for row in order:
+        count = 1 if counts is None else counts[row]
+        if batches:
+            size, longest, total = size + count, max(longest, lengths[row]), total + count * lengths[row]
+            padded = size * longest
+            is_full = size > (batch_size or size) or padded > (batch_tokens or padded)
+            if not is_full and padded - total <= max(_FREE_PADS, most_padding * total):
+                batches[-1].append(row)
+                continue
+        batches.append([row])
+        size, longest, total = count, lengths[row], count * lengths[row]
+    return [sorted(batch) for batch in batches]
 
 
 # memory/memory_quantization.py
@@ -982,6 +1121,195 @@ def _gradients_kernel(
     tl.store(grad_target + window * num_receivers + column, grad_target_mass, mask=is_column)
 
 
+# parts/base_pass.py
+
+# "cache" from version 5.24 on: the argument of its models and of `generate`, and the field of their outputs.
+CACHE = next(field.name for field in fields(BaseModelOutputWithPast) if field.name in ("cache", "past_key_values"))
+# Where a backbone keeps one weight that trains and one that stays frozen.
+_WEIGHTS = "_context_compressor_trained_and_frozen"
+# Implementations that take a mask with a value for every pair of places.
+PAIRWISE_MASKS = ("eager", "sdpa")
+# Implementations that compute pads, too.
+_WITH_PADS = (*PAIRWISE_MASKS, "flex_attention")
+# Their positions are biases, which they compute from a mask of two dimensions.
+_ALIBI = ("bloom", "falcon", "mpt")
+# The library remembers on the model that its layers have hooks for further outputs.
+_HOOKED = "_output_capturing_hooks_installed"
+
+
+def run_backbone(
+    backbone: PreTrainedModel, is_full: bool = False, is_right_padded: bool = False, **inputs: Any
+) -> Any:
+    """One pass of a language model in which every query sees at least one key."""
+    is_causal, mask = inputs.get("is_causal"), inputs.get("attention_mask")
+    view = for_one_call(backbone, is_causal)
+    config, has_mask = view.config, isinstance(mask, Tensor) and mask.dim() == 2
+    # FlashAttention removes pads by their mask.
+    needs_no_mask = config.model_type not in _ALIBI and config._attn_implementation in _WITH_PADS
+    if not is_full and is_right_padded and has_mask and is_causal is not False and needs_no_mask:
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    elif not is_full:
+        inputs["attention_mask"] = seeing_mask(view, **inputs)
+    return view(**inputs)
+
+
+def for_one_call(backbone: PreTrainedModel, is_causal: bool | None = None) -> PreTrainedModel:
+    """The backbone itself, or a view for one call where that call would change the backbone's settings."""
+    rotary: Any = getattr(backbone, "rotary_emb", None)
+    kinds = getattr(rotary, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    follows = any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
+    if not (follows or is_causal is not None) or torch.compiler.is_compiling():
+        return backbone
+    if not isinstance(backbone, PreTrainedModel):
+        return backbone
+    if follows:
+        maybe_install_capturing_hooks(backbone)
+    view = object.__new__(type(backbone))
+    members = dict(vars(backbone))
+    for name, value in members.items():
+        # What an instance has in place of its class's methods, as when weights are spread over devices.
+        if isinstance(value, types.MethodType) and value.__self__ is backbone:
+            members[name] = types.MethodType(value.__func__, view)
+        elif isinstance(value, functools.partial) and value.args and value.args[0] is backbone:
+            members[name] = functools.partial(value.func, view, *value.args[1:], **value.keywords)
+    # Compiled for the shared model; and nobody asks a view for more than its states where no hooks are.
+    view.__dict__.update(members, config=copy.copy(backbone.config), _compiled_call_impl=None, **{_HOOKED: True})
+    if is_causal is not None:
+        view.config.is_causal = is_causal
+    if follows:
+        rotary = copy.copy(rotary)
+        rotary._buffers = {name: buffer.clone() for name, buffer in rotary._buffers.items()}
+        view._modules = {**backbone._modules, "rotary_emb": rotary}
+    return view
+
+
+def seeing_mask(
+    backbone: PreTrainedModel,
+    attention_mask: Any = None,
+    input_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    **inputs: Any,
+) -> Any:
+    """Return the mask of a pass as the backbone would make it, with queries that see nothing seeing something."""
+    config, cache = backbone.config, inputs.get(CACHE)
+    states: Any = input_ids if inputs_embeds is None else inputs_embeds
+    implementation = config._attn_implementation
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or config.model_type in _ALIBI:
+        return attention_mask
+    if implementation not in _WITH_PADS:
+        return attention_mask
+    notes_causality = torch.compiler.is_compiling() and inputs.get("is_causal") is not None
+    earlier = getattr(config, "is_causal", None)
+    if notes_causality:
+        config.is_causal = inputs["is_causal"]
+    if inputs_embeds is None:
+        # Only shape, type and device are read.
+        weight = backbone.get_input_embeddings().weight
+        inputs_embeds = weight.new_empty((), device=states.device).expand(*states.shape, weight.shape[1])
+    offset = 0 if cache is None else cache.get_seq_length()
+    masks = create_masks_for_generate(config, inputs_embeds, attention_mask, cache)
+    if notes_causality and earlier is None:
+        # It would hold for the passes that follow, too.
+        del config.is_causal
+    elif notes_causality:
+        config.is_causal = earlier
+    if isinstance(masks, dict):
+        return {kind: with_sight(mask, offset) for kind, mask in masks.items()}
+    return attention_mask if masks is None else with_sight(masks, offset)
+
+
+def with_sight(mask: Any, offset: int | Tensor = 0) -> Any:
+    """A mask whose queries that see nothing see all keys, or with flex attention themselves."""
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        if mask.is_floating_point():
+            return mask.masked_fill((mask < 0).all(dim=-1, keepdim=True), 0)
+        return mask | ~mask.any(dim=-1, keepdim=True)
+    if mask is None or isinstance(mask, Tensor):
+        return mask
+    from torch.nn.attention.flex_attention import create_block_mask, or_masks
+
+    def itself(batch_index: Tensor, head_index: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key == query + offset
+
+    num_rows, _, num_queries, num_keys = mask.shape
+    device = mask.kv_num_blocks.device
+    return create_block_mask(or_masks(mask.mask_mod, itself), num_rows, None, num_queries, num_keys, device)
+
+
+def note_trained_weights(backbone: nn.Module) -> None:
+    """Keep in mind one map with a weight of the base's own that trains, and one that stays frozen."""
+    examples: dict[bool, tuple[nn.Module, str]] = {}
+    for path, module in backbone.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and ".lora_" not in path:
+                examples.setdefault(parameter.requires_grad, (module, name))
+    # Where they are, not the weights themselves: loading puts others in their place.
+    backbone.__dict__[_WEIGHTS] = (examples[True], examples[False]) if len(examples) == 2 else None
+
+
+def weights_of(module: nn.Module) -> Iterator[Tensor]:
+    """The module's parameters, also where it is a replica of `DataParallel`, whose weights are none to torch."""
+    for part in module.modules():
+        weights = part.__dict__.get("_former_parameters") or part._parameters
+        yield from (weight for weight in weights.values() if weight is not None)
+
+
+def in_base_precision(backbone: nn.Module) -> AbstractContextManager[Any]:
+    """Autocast to the type of the backbone's frozen weights inside this block, if those that train have another."""
+    weights = backbone.__dict__.get(_WEIGHTS)
+    if weights is None:
+        return nullcontext()
+    trained, frozen = (getattr(module, name) for module, name in weights)
+    if trained.dtype == frozen.dtype or torch.is_autocast_enabled(frozen.device.type):
+        return nullcontext()
+    # Autocast's cache of cast weights is one for all threads: one made without gradients would serve a training step.
+    return torch.autocast(frozen.device.type, dtype=frozen.dtype, cache_enabled=False)
+
+
+def embedding_scale(table: nn.Module) -> float:
+    """Return the number that a table of token embeddings multiplies its rows with, as Gemma's does."""
+    return getattr(table, "scalar_embed_scale", 1.0)
+
+
+def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
+    """Return hidden states in the type of an LM head's weight, which may train or be frozen apart from the
+    backbone."""
+    weight: Any = getattr(head, "weight", None)
+    # A quantized map sees to it by itself.
+    is_plain = weight is not None and weight.is_floating_point() and weight.dtype.itemsize > 1
+    return states if not is_plain or torch.is_autocast_enabled(states.device.type) else states.to(weight.dtype)
+
+
+def head_logits(head: nn.Module, states: Tensor) -> Tensor:
+    """Return logits `(..., vocab_size)` of hidden states `(..., hidden_size)`."""
+    logits = head(as_head_takes(head, states.reshape(-1, states.shape[-1])))
+    return logits.view(*states.shape[:-1], logits.shape[-1])
+
+
+class Float32Linear(nn.Linear):
+    """`nn.Linear` in float32, also where autocast would take a smaller type."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        with torch.autocast(inputs.device.type, enabled=False):
+            return functional.linear(inputs.float(), self.weight.float(), bias)
+
+
+def perceptron(in_features: int, out_features: int) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """Return the modules of a perceptron of two layers, the second one from `out_features` to itself, in float32."""
+    return Float32Linear(in_features, out_features), nn.GELU(), Float32Linear(out_features, out_features)
+
+
+class Float32LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` in float32."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return functional.layer_norm(
+            inputs.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps
+        )
+
+
 # checkpoint/fingerprints.py
 
 _PARAMETERS, _RUNS, _RUN = 16, 2, 16
@@ -1148,12 +1476,18 @@ def _steps(runs: Tensor) -> Tensor:
     return steps.where(fits.any(dim=1), torch.nan)
 
 
-def version(tensor: Tensor) -> tuple[Any, ...]:
-    """A tensor's place, shape and count of changes in place: another key once its values change."""
-    # A quantized or shared-out weight may be a class of its own, without a place in memory.
-    place = tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else id(tensor)
-    # Tensors made in inference mode count no versions.
-    return place, tuple(tensor.shape), -1 if tensor.is_inference() else tensor._version
+def weight_versions(model: nn.Module) -> tuple[Any, ...]:
+    """Return place, shape and count of changes in place of each parameter: another key once a value changes."""
+    return tuple(
+        (
+            # A quantized or shared-out weight may be a class of its own, without a place in memory.
+            weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else id(weight),
+            weight.shape,
+            # Tensors made in inference mode count no versions.
+            -1 if weight.is_inference() else weight._version,
+        )
+        for weight in model.parameters()
+    )
 
 
 def all_weights(model: nn.Module, dtype: torch.dtype) -> str:
@@ -1238,347 +1572,6 @@ def _tokenizer(name: str | os.PathLike, loading: dict[str, Any]) -> PreTrainedTo
         return AutoTokenizer.from_pretrained(name, **loading)
     except (OSError, ValueError):
         return None
-
-
-# parts/prompting.py
-
-# In a chat the document's words and the prompt are one message of the user; this stands between them.
-DOCUMENT_END = "\n\n"
-# Stands for a text while a chat template is filled; private characters, which no template changes.
-_MARK = "\ue000{}\ue001"
-
-
-def context_opening(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return what a compressor reads in front of a document: `context_start_ids`, or what opens the text."""
-    if not config.opens_context:
-        return context_start_ids(tokenizer)
-    return prompt_ids(tokenizer, [""], config.prompt_format).head or [start_token_id(tokenizer)]
-
-
-def document_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, document: str) -> list[int]:
-    """Return the token ids of a document as the checkpoint was trained to compress it."""
-    return passages_ids(config, tokenizer, [document])[0][0]
-
-
-def decoder_document_ids(
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    document: str | Sequence[str],
-    max_tokens: int | None = None,
-) -> list[int]:
-    """Return a document's ids for `question_ids`: what opens a text is the prompt's, or a task token follows."""
-    passages = cut_passages(passages_ids(config, tokenizer, [document])[0], max_tokens)
-    opening = 0 if config.task_token_ids else len(context_opening(config, tokenizer))
-    return [token for passage in passages for token in passage[opening:]]
-
-
-def passages_ids(
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[str | Sequence[str]],
-    most: int | None = None,
-) -> list[list[list[int]]]:
-    """Return the token ids of each document's passages, each as a document of its own; a text is one passage."""
-    passages = [[document] if isinstance(document, str) else list(document) for document in documents]
-    # Tokenized apart, as in training.
-    start = document_start(config, tokenizer)
-    end = context_end_ids(tokenizer) if config.is_encoder_decoder else []
-    rows = iter(encode_all(tokenizer, [passage for document in passages for passage in document], most))
-    return [[[*start, *next(rows), *end] for _ in document] for document in passages]
-
-
-def document_start(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids that open every document: BOS or the like, and the configuration's `context_prefix`."""
-    return context_opening(config, tokenizer) + prefix_ids(tokenizer, config.context_prefix)
-
-
-def cut_passages(
-    passages: Sequence[Sequence[int]], num_tokens: int | None, keeps_end: bool = False
-) -> list[list[int]]:
-    """Return the first or last tokens of a document's passages, without passages of which none is left."""
-    left, kept = num_tokens, []
-    for passage in reversed(passages) if keeps_end else passages:
-        if left is not None:
-            passage = passage[max(0, len(passage) - left) :] if keeps_end else passage[:left]
-            left -= len(passage)
-        kept += [list(passage)] if passage else []
-    return kept[::-1] if keeps_end else kept
-
-
-def question_ids(
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    question: str,
-    prompt: str | None = None,
-    document_ids: Sequence[int] | None = None,
-) -> list[int]:
-    """Return the token ids that stand between a memory and the answer, or those of a question behind a whole document."""
-    prompt = config.question_prompt if prompt is None else prompt
-    if prompt.count("{question}") != 1:
-        raise ValueError(f"`prompt` must hold {{question}} exactly once, got {prompt!r}")
-    # str.format would trip over braces inside the question.
-    ids = prompt_ids(tokenizer, [prompt.replace("{question}", question)], config.prompt_format)
-    head, tail = start_ids(config, tokenizer, ids.head), ids.turns[0]
-    if document_ids is not None:
-        return _with_document(config, tokenizer, head, document_ids, tail)
-    return tail if config.opens_context else [*head, *tail]
-
-
-def _with_document(
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    head: Sequence[int],
-    document_ids: Sequence[int],
-    tail: Sequence[int],
-) -> list[int]:
-    if config.continuation_token_id is not None:
-        return [*document_ids, *head, *tail]
-    return [*(head or [start_token_id(tokenizer)]), *document_ids, *tail]
-
-
-def start_ids(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, head: Sequence[int], task: str = "continuation"
-) -> list[int]:
-    """Return what a text behind slots starts with: the method's task token, or else the template's opening in a chat
-    and elsewhere BOS, or nothing where `config.bos_before_text` is false."""
-    token = config.reconstruction_token_id if task == "reconstruction" else config.continuation_token_id
-    if token is not None:
-        has_bos = config.bos_before_task_token and not head
-        return [*[start_token_id(tokenizer)][:has_bos], token, *head]
-    return list(head) or [start_token_id(tokenizer)][: config.bos_before_text]
-
-
-def message_ids(
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    messages: str | Sequence[Mapping[str, str]],
-    document_ids: Sequence[int] | None = None,
-) -> list[int]:
-    """Return the token ids of a conversation behind a memory, or behind a whole document."""
-    if not isinstance(messages, str):
-        messages = list(messages)
-        for message in messages:
-            texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
-            if not all(isinstance(text, str) for text in texts):
-                raise ValueError(f"a message must be a mapping with the texts `role` and `content`, got {message!r}")
-        if len(messages) == 1 and messages[0]["role"] == "user":
-            messages = messages[0]["content"]
-    if isinstance(messages, str):
-        plain = kept_text_tokenizer(tokenizer) if config.task_token_ids else tokenizer
-        return question_ids(config, plain, messages, document_ids=document_ids)
-    if not messages:
-        raise ValueError("`messages` is empty: give a question, or messages with `role` and `content`")
-    if messages[-1]["role"] != "user":
-        raise ValueError(f"the last of `messages` must be the user's, who asks, got {messages[-1]!r}")
-    if config.prompt_format == "chat":
-        chat = chat_ids(tokenizer, messages)
-        if document_ids is not None:
-            head = start_ids(config, tokenizer, chat.head)
-            return _with_document(config, tokenizer, head, document_ids, chat.turns[0])
-        if not config.opens_context:
-            return [*start_ids(config, tokenizer, chat.head), *chat.turns[0]]
-        if chat.head != prompt_ids(tokenizer, [""], "chat").head:
-            raise ValueError("the memory holds the opening of the chat: leave out what `messages` say before the user")
-        return chat.turns[0]
-    contents = [message["content"] for message in messages]
-    # Nobody's words are special tokens.
-    if any(name in content for content in contents for name in tokenizer.all_special_tokens):
-        messages = [{**message, "content": _MARK.format(place)} for place, message in enumerate(messages)]
-    ids = _filled(tokenizer, _templated(tokenizer, messages), contents)
-    start = [] if config.continuation_token_id is None else [config.continuation_token_id]
-    if document_ids is None and not start:
-        return ids
-    # A task token takes the place of BOS, and a document stands behind it.
-    ids = ids[1:] if ids[0] == tokenizer.bos_token_id else ids
-    return [*start, *ids] if document_ids is None else _with_document(config, tokenizer, start, document_ids, ids)
-
-
-# --- prompts and chat templates ---
-
-
-@dataclass(frozen=True)
-class PromptIds:
-    """Token ids around a document and between the answers about it."""
-
-    head: list[int]
-    turns: list[list[int]]
-    end: int
-
-
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], prompt_format: str = "plain") -> PromptIds:
-    """Token ids of prompts that are asked one after the other about one document."""
-    if prompt_format == "plain":
-        return PromptIds([], [encode(tokenizer, prompt) for prompt in prompts], tokenizer.eos_token_id)
-    messages: list[dict[str, str | None]] = []
-    for prompt in prompts:
-        messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": None}]
-    return chat_ids(tokenizer, messages)
-
-
-def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str | None]]) -> PromptIds:
-    """A conversation in the chat template, cut where the document and the answers that are `None` stand."""
-    if tokenizer.chat_template is None:
-        raise ValueError("the tokenizer has no chat template, and the prompt format is 'chat': ask an instruct model")
-    document, answer = _MARK.format("document"), _MARK.format("answer")
-    contents: list[str] = []
-    filled: list[dict[str, Any]] = []
-    for message in messages:
-        content, mark = message["content"] or "", _MARK.format(len(contents))
-        if message["role"] == "user" and not any(document in other["content"] for other in filled):
-            mark, content = document + mark, DOCUMENT_END + content
-        elif message["content"] is None:
-            mark = answer
-        contents.append(content)
-        filled.append({**message, "content": mark})
-    text = _templated(tokenizer, filled, add_generation_prompt=False)
-    opening = _templated(tokenizer, filled)
-    if messages[-1]["role"] != "assistant":
-        text = opening + answer
-    asked = [_MARK.format(place) for place, message in enumerate(messages) if message["role"] == "user"]
-    if text.count(document) != 1 or any(mark not in text for mark in asked):
-        raise ValueError("the tokenizer's chat template leaves out what the user says, so no document can stand in it")
-    head, _, rest = text.partition(document)
-    parts = [_filled(tokenizer, part, contents) for part in rest.split(answer)]
-    end = parts[-1][0] if parts[-1] and parts[-1][0] in tokenizer.all_special_ids else tokenizer.eos_token_id
-    turns = [part[1:] if index and part[:1] == [end] else part for index, part in enumerate(parts[:-1])]
-    return PromptIds(_filled(tokenizer, head, contents), turns, end)
-
-
-def _templated(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-) -> str:
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except Exception as error:
-        raise ValueError(f"the tokenizer's chat template refuses these messages: {error}") from error
-
-
-def _filled(tokenizer: PreTrainedTokenizerBase, text: str, contents: Sequence[str]) -> list[int]:
-    here = [(mark, content) for place, content in enumerate(contents) if (mark := _MARK.format(place)) in text]
-    names = tokenizer.all_special_tokens
-    if not any(name in content for _, content in here for name in names):
-        for mark, content in here:
-            text = text.replace(mark, content)
-        return prefix_ids(tokenizer, text)
-    ids: list[int] = []
-    for mark, content in here:
-        before, _, text = text.partition(mark)
-        ids += prefix_ids(tokenizer, before) + words_ids(tokenizer, content)
-    return ids + prefix_ids(tokenizer, text)
-
-
-# parts/attention_masks.py
-
-# Implementations that take a mask with a value for every pair of places.
-PAIRWISE_MASKS = ("eager", "sdpa")
-# Implementations that compute pads, too.
-_WITH_PADS = (*PAIRWISE_MASKS, "flex_attention")
-# Their positions are biases, which they compute from a mask of two dimensions.
-_ALIBI = ("bloom", "falcon", "mpt")
-# The library remembers on the model that its layers have hooks for further outputs.
-_HOOKED = "_output_capturing_hooks_installed"
-
-
-def run_backbone(
-    backbone: PreTrainedModel, is_full: bool = False, is_right_padded: bool = False, **inputs: Any
-) -> Any:
-    """One pass of a language model in which every query sees at least one key."""
-    is_causal, mask = inputs.get("is_causal"), inputs.get("attention_mask")
-    view = for_one_call(backbone, is_causal)
-    config, has_mask = view.config, isinstance(mask, Tensor) and mask.dim() == 2
-    # FlashAttention removes pads by their mask.
-    needs_no_mask = config.model_type not in _ALIBI and config._attn_implementation in _WITH_PADS
-    if not is_full and is_right_padded and has_mask and is_causal is not False and needs_no_mask:
-        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
-    elif not is_full:
-        inputs["attention_mask"] = seeing_mask(view, **inputs)
-    return view(**inputs)
-
-
-def for_one_call(backbone: PreTrainedModel, is_causal: bool | None = None) -> PreTrainedModel:
-    """The backbone itself, or a view for one call where that call would change the backbone's settings."""
-    rotary: Any = getattr(backbone, "rotary_emb", None)
-    kinds = getattr(rotary, "rope_type", None)
-    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-    follows = any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
-    if not (follows or is_causal is not None) or torch.compiler.is_compiling():
-        return backbone
-    if not isinstance(backbone, PreTrainedModel):
-        return backbone
-    if follows:
-        maybe_install_capturing_hooks(backbone)
-    view = object.__new__(type(backbone))
-    members = dict(vars(backbone))
-    for name, value in members.items():
-        # What an instance has in place of its class's methods, as when weights are spread over devices.
-        if isinstance(value, types.MethodType) and value.__self__ is backbone:
-            members[name] = types.MethodType(value.__func__, view)
-        elif isinstance(value, functools.partial) and value.args and value.args[0] is backbone:
-            members[name] = functools.partial(value.func, view, *value.args[1:], **value.keywords)
-    # Compiled for the shared model; and nobody asks a view for more than its states where no hooks are.
-    view.__dict__.update(members, config=copy.copy(backbone.config), _compiled_call_impl=None, **{_HOOKED: True})
-    if is_causal is not None:
-        view.config.is_causal = is_causal
-    if follows:
-        rotary = copy.copy(rotary)
-        rotary._buffers = {name: buffer.clone() for name, buffer in rotary._buffers.items()}
-        view._modules = {**backbone._modules, "rotary_emb": rotary}
-    return view
-
-
-def seeing_mask(
-    backbone: PreTrainedModel,
-    attention_mask: Any = None,
-    input_ids: Tensor | None = None,
-    inputs_embeds: Tensor | None = None,
-    **inputs: Any,
-) -> Any:
-    """Return the mask of a pass as the backbone would make it, with queries that see nothing seeing something."""
-    config, cache = backbone.config, inputs.get(CACHE)
-    states: Any = input_ids if inputs_embeds is None else inputs_embeds
-    implementation = config._attn_implementation
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or config.model_type in _ALIBI:
-        return attention_mask
-    if implementation not in _WITH_PADS:
-        return attention_mask
-    notes_causality = torch.compiler.is_compiling() and inputs.get("is_causal") is not None
-    earlier = getattr(config, "is_causal", None)
-    if notes_causality:
-        config.is_causal = inputs["is_causal"]
-    if inputs_embeds is None:
-        # Only shape, type and device are read.
-        weight = backbone.get_input_embeddings().weight
-        inputs_embeds = weight.new_empty((), device=states.device).expand(*states.shape, weight.shape[1])
-    offset = 0 if cache is None else cache.get_seq_length()
-    masks = create_masks_for_generate(config, inputs_embeds, attention_mask, cache)
-    if notes_causality and earlier is None:
-        # It would hold for the passes that follow, too.
-        del config.is_causal
-    elif notes_causality:
-        config.is_causal = earlier
-    if isinstance(masks, dict):
-        return {kind: with_sight(mask, offset) for kind, mask in masks.items()}
-    return attention_mask if masks is None else with_sight(masks, offset)
-
-
-def with_sight(mask: Any, offset: int | Tensor = 0) -> Any:
-    """A mask whose queries that see nothing see all keys, or with flex attention themselves."""
-    if isinstance(mask, Tensor) and mask.dim() == 4:
-        if mask.is_floating_point():
-            return mask.masked_fill((mask < 0).all(dim=-1, keepdim=True), 0)
-        return mask | ~mask.any(dim=-1, keepdim=True)
-    if mask is None or isinstance(mask, Tensor):
-        return mask
-    from torch.nn.attention.flex_attention import create_block_mask, or_masks
-
-    def itself(batch_index: Tensor, head_index: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return key == query + offset
-
-    num_rows, _, num_queries, num_keys = mask.shape
-    device = mask.kv_num_blocks.device
-    return create_block_mask(or_masks(mask.mask_mod, itself), num_rows, None, num_queries, num_keys, device)
 
 
 # parts/pooling.py
@@ -1985,7 +1978,7 @@ def _checksums(tensor: Tensor) -> dict[torch.dtype, str]:
     if own is None:
         return {}
     rounded = {kind: checksum(tensor.detach().to(kind)) for kind in _narrower(tensor.dtype)}
-    return {tensor.dtype: own, **{kind: found for kind, found in rounded.items() if found is not None}}
+    return {tensor.dtype: own, **{kind: digits for kind, digits in rounded.items() if digits is not None}}
 
 
 class BaseRecord:
@@ -2089,19 +2082,19 @@ def _check_same_base(
     shown: str,
 ) -> None:
     sizes = [(c.model_type, c.hidden_size, c.num_hidden_layers) for c in (model.config, wanted)]
-    for field, found, expected in zip(("model_type", "hidden_size", "num_hidden_layers"), *sizes, strict=True):
-        if found != expected:
-            raise ValueError(f"{place} has {field} {found}, and the base model ({shown}) has {expected}")
+    for field, own, expected in zip(("model_type", "hidden_size", "num_hidden_layers"), *sizes, strict=True):
+        if own != expected:
+            raise ValueError(f"{place} has {field} {own}, and the base model ({shown}) has {expected}")
     dtype, sums = getattr(torch, entry["dtype"]), entry["weights"]
-    found, expected = all_weights(model, dtype), sums[entry["dtype"]]
-    if found == expected:
+    own, expected = all_weights(model, dtype), sums[entry["dtype"]]
+    if own == expected:
         return
     casts = [kind for kind in _narrower(dtype) if all_weights(model, kind) == sums[_name(kind)]]
     cast = next((kind for kind in casts if all(p.to(kind).to(p.dtype).equal(p) for p in model.parameters())), None)
     error, is_rounding = rounding(model, entry["samples"], dtype)
     if cast is None and not is_rounding:
         raise ValueError(
-            f"{place} is not the base model ({shown}): it has other weights, sum {found}, expected {expected}. Some "
+            f"{place} is not the base model ({shown}): it has other weights, sum {own}, expected {expected}. Some "
             f"were compared: they are {error:.2%} off, which neither a cast nor a rounding explains; a fine-tuned "
             "base is another model"
         )
@@ -3059,131 +3052,6 @@ class CompressedContext:
         return replace(self, check=False, **fields, **others)
 
 
-# compressor/chunking.py
-
-Slots = Tensor | KeyValues
-
-
-@dataclass
-class Chunks:
-    """Contexts cut into chunks that are compressed independently, all in one batch."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
-    starts: Tensor
-    lengths: list[int]
-    chunks_per_row: int
-    inputs_embeds: Tensor | None = None
-
-    def take(self, rows: Sequence[int]) -> Chunks:
-        """Return some of the chunks without columns of pads alone; they are no longer those of whole contexts."""
-        index = torch.tensor(rows, dtype=torch.long, device=self.input_ids.device)
-        lengths = [self.lengths[row] for row in rows]
-        tensors = {name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        tensors = {name: value[:, : max(lengths)] if value.dim() > 1 else value for name, value in tensors.items()}
-        return replace(self, **tensors, lengths=lengths, chunks_per_row=1)
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether there are no pads."""
-        return min(self.lengths) == self.input_ids.shape[1]
-
-
-def cut(
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    lengths: Sequence[int],
-    chunk_size: int | None,
-    layout: str,
-    passages: Sequence[Sequence[int]] | None = None,
-) -> Chunks:
-    """Cut contexts into chunks of `chunk_size` real tokens; the last one of a row, or of a passage, may be short."""
-    device, num_tokens = input_ids.device, input_ids.shape[1]
-    if any(length != num_tokens for length in lengths):
-        input_ids = right_padded(input_ids, attention_mask)
-    size = chunk_size or max(1, num_tokens)
-    passages = passages or [[length] for length in lengths]
-    rows = [[min(size, n - start) for n in row for start in range(0, n, size)] for row in passages]
-    chunks_per_row = max(1, max(map(len, rows)))
-    rows = [row + [0] * (chunks_per_row - len(row)) for row in rows]
-    in_chunks, of_chunks = torch.tensor(rows, device=device), [n for row in rows for n in row]
-    starts = (in_chunks.cumsum(dim=1) - in_chunks).reshape(-1)
-    mask = first_places(of_chunks, device)
-    position_ids = torch.arange(mask.shape[1], device=device).expand(mask.shape)
-    places = (position_ids + starts[:, None]).clamp(max=num_tokens - 1)
-    input_ids = input_ids.gather(1, places.reshape(len(rows), -1)).reshape(places.shape) * mask
-    if layout != "default":
-        position_ids = position_ids + starts[:, None] + 1
-    return Chunks(input_ids, mask, position_ids, starts, of_chunks, chunks_per_row)
-
-
-def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the mask `(len(counts), max(counts))` of so many left-aligned places in each row."""
-    places = torch.arange(max(counts), device=device)
-    return (places < torch.tensor(counts, device=device)[:, None]).long()
-
-
-def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
-    """Bring the slots of groups of chunks into the order of all chunks, with zeros for chunks in no group; `order` has
-    each chunk's place among those of all groups, or their number where it is in none."""
-    first = parts[0]
-    if is_dataclass(first) and not isinstance(first, type):
-        return replace(first, **{name: gathered([vars(part)[name] for part in parts], order) for name in vars(first)})
-    if not isinstance(first, Tensor):
-        layers = [zip(*of_layer, strict=True) for of_layer in zip(*parts, strict=True)]
-        return tuple(tuple(gathered(states, order) for states in of_layer) for of_layer in layers)
-    width = max(part.shape[-2] for part in parts)
-    parts = [torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]
-    if sum(map(len, parts)) in order:
-        parts = [*parts, parts[0].new_zeros((1, *parts[0].shape[1:]))]
-    joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-    if list(order) == list(range(len(joined))):
-        return joined
-    return joined.index_select(0, torch.tensor(order, device=joined.device))
-
-
-def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Tensor) -> tuple[Tensor, list[int]]:
-    """Put vectors `(num_markers, hidden_size)` in front of the left-aligned slots of each chunk, and behind them."""
-    around = [markers.to(slots.dtype).expand(len(counts), -1, -1) for markers in (before, after)]
-    joined = torch.cat([around[0], slots[:, : max(counts)], around[1]], dim=1)
-    num_markers = len(before) + len(after)
-    totals = [count + num_markers if count else 0 for count in counts]
-    if min(counts) < max(counts):
-        mask = first_places(counts, slots.device)
-        marks = mask[:, :1].expand(-1, num_markers)
-        mask = torch.cat([marks[:, : len(before)], mask, marks[:, len(before) :]], dim=1)
-        joined = take_places(joined, mask.argsort(dim=1, stable=True, descending=True))
-    return joined, totals
-
-
-def join(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[Slots, Tensor]:
-    """Join the chunks' left-aligned slots row by row, without gaps."""
-    mask = first_places(counts, slots.device if isinstance(slots, Tensor) else slots[0][0].device)
-    slots = _of_each(slots, lambda states: states[..., : max(counts), :])
-    if min(counts) != max(counts):
-        pads = (mask == 0)[:, :, None]
-        slots = _of_each(slots, lambda states: states.masked_fill(pads if states.dim() == 3 else pads[:, None], 0))
-    if chunks_per_row == 1:
-        return slots, mask
-    mask = mask.reshape(-1, chunks_per_row * mask.shape[1])
-    num_slots = max(sum(counts[start : start + chunks_per_row]) for start in range(0, len(counts), chunks_per_row))
-    order = mask.argsort(dim=1, stable=True, descending=True)[:, :num_slots]
-
-    def in_rows(states: Tensor) -> Tensor:
-        # `(batch_size, num_heads, chunks_per_row, slots_per_chunk, head_dim)`, or the same without heads.
-        chunks = states.unflatten(0, (-1, chunks_per_row)).movedim(1, -3)
-        return take_places(chunks.flatten(-3, -2), order, dim=states.dim() - 2)
-
-    return _of_each(slots, in_rows), mask.gather(1, order)
-
-
-def _of_each(slots: Slots, function: Callable[[Tensor], Tensor]) -> Slots:
-    if isinstance(slots, Tensor):
-        return function(slots)
-    return tuple((function(keys), function(values)) for keys, values in slots)
-
-
 # compressor/validation.py
 
 _KEYWORDS = (
@@ -3317,17 +3185,15 @@ def resolve_ratios(
     return checked
 
 
-def check_context_length(
-    encoder_config: Any, num_positions: int, chunk_size: int | None, has_chunks: bool = True
-) -> None:
+def check_context_length(config: Any, num_positions: int) -> None:
     """Raise `ValueError`, with both lengths, unless a context or chunk fits the encoder's positions."""
-    limit = max_positions(encoder_config)
-    if limit is None or num_positions <= limit:
+    limit, chunk_size = max_positions(config.get_encoder_config()), config.chunk_size
+    if limit is None or num_positions <= limit or config.encoder_limit is None:
         return
     hint = "cut the context"
-    if has_chunks and chunk_size is None:
+    if config.has_chunks and chunk_size is None:
         hint = "set `chunk_size` in the configuration, or cut the context"
-    elif has_chunks and chunk_size is not None and num_positions < 2 * chunk_size:
+    elif config.has_chunks and num_positions < 2 * chunk_size:
         # A single chunk is too long.
         hint = f"set a `chunk_size` below {chunk_size} in the configuration, or cut the context"
     raise ValueError(
@@ -3481,26 +3347,20 @@ def filled_cache(memory: CompressedContext, is_full: bool, cache: Cache | None, 
 def inverse_frequencies(backbone: PreTrainedModel) -> Tensor | None:
     """Angles per position of the backbone's rotary embedding, `(head_dim / 2,)`; `None` where they are not fixed, or
     do not turn one half of a whole key against the other, or not those of every layer alike."""
-    rotary = getattr(backbone, "rotary_emb", None)
-    if getattr(rotary, "rope_type", None) not in _FIXED_ROPE_TYPES or backbone.config.model_type in _INTERLEAVED:
+    config, rotary = backbone.config, getattr(backbone, "rotary_emb", None)
+    if getattr(rotary, "rope_type", None) not in _FIXED_ROPE_TYPES or config.model_type in _INTERLEAVED:
         return None
-    if backbone.config.model_type in _TURNED_OTHERWISE or not _turns_all_layers(backbone.config):
+    # 0 for a layer without rotary positions; of their bases 0 or `None`.
+    bases = set(getattr(config, "layer_rope_theta", None) or (1.0,))
+    turns_all_layers = 0 not in (getattr(config, "no_rope_layers", None) or ()) and len(bases) == 1 and all(bases)
+    if config.model_type in _TURN_IN_WINDOWS and "full_attention" in config.layer_types:
+        turns_all_layers &= config.model_type in _OR_WITHOUT_WINDOW and config.sliding_window is None
+    if config.model_type in _TURNED_OTHERWISE or not turns_all_layers:
         return None
     frequencies = getattr(rotary, "inv_freq", None)
-    if frequencies is None or 2 * len(frequencies) != key_value_shape(backbone.config)[2]:
+    if frequencies is None or 2 * len(frequencies) != key_value_shape(config)[2]:
         return None
     return frequencies.float().clone()
-
-
-def _turns_all_layers(config: Any) -> bool:
-    if 0 in (getattr(config, "no_rope_layers", None) or ()):
-        return False
-    bases = set(getattr(config, "layer_rope_theta", None) or (1.0,))
-    if len(bases) > 1 or not all(bases):
-        return False
-    if config.model_type not in _TURN_IN_WINDOWS or "full_attention" not in config.layer_types:
-        return True
-    return config.model_type in _OR_WITHOUT_WINDOW and config.sliding_window is None
 
 
 def position_bytes(config: Any, dtype: torch.dtype) -> int:
@@ -3571,7 +3431,7 @@ class ReadSlots:
             return memory, texts
         names = [_row_digest(memory.rows(row), first) for row in range(memory.batch_size)]
         with self._lock:
-            versions = tuple(version(parameter) for parameter in self.backbone.parameters())
+            versions = weight_versions(self.backbone)
             if versions != self._versions:
                 self._rows, self._versions, self.nbytes = {}, versions, 0
             # Those in use become the last to go.
@@ -3876,6 +3736,33 @@ class CompressorPreTrainedModel(PreTrainedModel):
 
 # Pads for each token of a pass.
 _MOST_PADDING_OF_CHUNKS = 0.2
+Slots = Tensor | KeyValues
+
+
+@dataclass
+class Chunks:
+    """Contexts cut into chunks that are compressed independently, all in one batch."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    starts: Tensor
+    lengths: list[int]
+    chunks_per_row: int
+    inputs_embeds: Tensor | None = None
+
+    def take(self, rows: Sequence[int]) -> Chunks:
+        """Return some of the chunks without columns of pads alone; they are no longer those of whole contexts."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.input_ids.device)
+        lengths = [self.lengths[row] for row in rows]
+        tensors = {name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors = {name: value[:, : max(lengths)] if value.dim() > 1 else value for name, value in tensors.items()}
+        return replace(self, **tensors, lengths=lengths, chunks_per_row=1)
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether there are no pads."""
+        return min(self.lengths) == self.input_ids.shape[1]
 
 
 class CompressorBackbone(CompressorPreTrainedModel):
@@ -3891,7 +3778,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
     has_own_loss = False
     # Learned vectors in front of the slots of each chunk and behind them.
     marker_embeddings: Any
-    _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None
+    _fingerprint: tuple[tuple[Any, ...], str] | None = None
     # That of the stored weights, by that of the same weights as they were loaded.
     _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
 
@@ -4035,11 +3922,9 @@ class CompressorBackbone(CompressorPreTrainedModel):
             raise ValueError(f"the base reads a context whole, without `chunk_lengths`, got {context.passages}")
         rows = (context.input_ids, context.attention_mask, context.lengths)
         chunks = cut(*rows, config.chunk_size, layout, context.passages)
-        if config.encoder_limit is not None:
-            # Chunks count from 0 again, or on from the first one's first position.
-            in_row = max(context.lengths) + config.first_context_position
-            positions = max(chunks.lengths) if layout == "default" else in_row
-            check_context_length(config.get_encoder_config(), positions, config.chunk_size, config.has_chunks)
+        # Chunks count from 0 again, or on from the first one's first position.
+        in_row = max(context.lengths) + config.first_context_position
+        check_context_length(config, max(chunks.lengths) if layout == "default" else in_row)
         return chunks
 
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
@@ -4065,7 +3950,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
     @property
     def model_id(self) -> str:
         """The name that a memory must carry to be read by this model."""
-        versions = tuple(version(parameter) for parameter in self.parameters())
+        versions = weight_versions(self)
         if self._fingerprint is None or self._fingerprint[0] != versions:
             fingerprint = weights_fingerprint(self)
             self._fingerprint = (versions, self._stored_fingerprints.get(fingerprint, fingerprint))
@@ -4087,33 +3972,92 @@ def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> lis
     return [config.chunk_slots(n, r) if n else 0 for n, r in zip(lengths, ratios, strict=True)]
 
 
-class CompressorHead(CompressorPreTrainedModel):
-    """A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
+def cut(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    lengths: Sequence[int],
+    chunk_size: int | None,
+    layout: str,
+    passages: Sequence[Sequence[int]] | None = None,
+) -> Chunks:
+    """Cut contexts into chunks of `chunk_size` real tokens; the last one of a row, or of a passage, may be short."""
+    device, num_tokens = input_ids.device, input_ids.shape[1]
+    if any(length != num_tokens for length in lengths):
+        input_ids = right_padded(input_ids, attention_mask)
+    size = chunk_size or max(1, num_tokens)
+    passages = passages or [[length] for length in lengths]
+    rows = [[min(size, n - start) for n in row for start in range(0, n, size)] for row in passages]
+    chunks_per_row = max(1, max(map(len, rows)))
+    rows = [row + [0] * (chunks_per_row - len(row)) for row in rows]
+    in_chunks, of_chunks = torch.tensor(rows, device=device), [n for row in rows for n in row]
+    starts = (in_chunks.cumsum(dim=1) - in_chunks).reshape(-1)
+    mask = first_places(of_chunks, device)
+    position_ids = torch.arange(mask.shape[1], device=device).expand(mask.shape)
+    places = (position_ids + starts[:, None]).clamp(max=num_tokens - 1)
+    input_ids = input_ids.gather(1, places.reshape(len(rows), -1)).reshape(places.shape) * mask
+    if layout != "default":
+        position_ids = position_ids + starts[:, None] + 1
+    return Chunks(input_ids, mask, position_ids, starts, of_chunks, chunks_per_row)
 
-    model_class: type[CompressorBackbone] = CompressorBackbone
 
-    def __init_subclass__(cls, **kwargs: Any):
-        cls.config_class = cls.model_class.config_class
-        super().__init_subclass__(**kwargs)
+def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the mask `(len(counts), max(counts))` of so many left-aligned places in each row."""
+    places = torch.arange(max(counts), device=device)
+    return (places < torch.tensor(counts, device=device)[:, None]).long()
 
-    def __init__(self, config: Any):
-        super().__init__(config)
-        self.model = self.model_class(config)
 
-    @property
-    def model_id(self) -> str:
-        """See [`CompressorBackbone.model_id`]."""
-        return self.model.model_id
+def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
+    """Bring the slots of groups of chunks into the order of all chunks, with zeros for chunks in no group; `order` has
+    each chunk's place among those of all groups, or their number where it is in none."""
+    first = parts[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        return replace(first, **{name: gathered([vars(part)[name] for part in parts], order) for name in vars(first)})
+    if not isinstance(first, Tensor):
+        layers = [zip(*of_layer, strict=True) for of_layer in zip(*parts, strict=True)]
+        return tuple(tuple(gathered(states, order) for states in of_layer) for of_layer in layers)
+    width = max(part.shape[-2] for part in parts)
+    parts = [torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]
+    if sum(map(len, parts)) in order:
+        parts = [*parts, parts[0].new_zeros((1, *parts[0].shape[1:]))]
+    joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+    if list(order) == list(range(len(joined))):
+        return joined
+    return joined.index_select(0, torch.tensor(order, device=joined.device))
 
-    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
-        value = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
-        return getattr(self.generation_config, name, None) if value is None else value
 
-    def compress(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any
-    ) -> Any:
-        """Compress contexts into slots; see [`CompressorBackbone.compress`]."""
-        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
+def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Tensor) -> tuple[Tensor, list[int]]:
+    """Put vectors `(num_markers, hidden_size)` in front of the left-aligned slots of each chunk, and behind them."""
+    around = [markers.to(slots.dtype).expand(len(counts), -1, -1) for markers in (before, after)]
+    joined = torch.cat([around[0], slots[:, : max(counts)], around[1]], dim=1)
+    num_markers = len(before) + len(after)
+    totals = [count + num_markers if count else 0 for count in counts]
+    if min(counts) < max(counts):
+        mask = first_places(counts, slots.device)
+        marks = mask[:, :1].expand(-1, num_markers)
+        mask = torch.cat([marks[:, : len(before)], mask, marks[:, len(before) :]], dim=1)
+        joined = take_places(joined, mask.argsort(dim=1, stable=True, descending=True))
+    return joined, totals
+
+
+def join(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[Slots, Tensor]:
+    """Join the chunks' left-aligned slots row by row, without gaps."""
+    mask = first_places(counts, slots.device if isinstance(slots, Tensor) else slots[0][0].device)
+    pads = (mask == 0)[:, :, None]
+    num_slots = max(sum(counts[start : start + chunks_per_row]) for start in range(0, len(counts), chunks_per_row))
+    in_rows = mask.reshape(len(counts) // chunks_per_row, -1)
+    order = in_rows.argsort(dim=1, stable=True, descending=True)[:, :num_slots]
+    joined = []
+    for states in [slots] if isinstance(slots, Tensor) else [states for pair in slots for states in pair]:
+        states = states[..., : max(counts), :]
+        if min(counts) != max(counts):
+            states = states.masked_fill(pads if states.dim() == 3 else pads[:, None], 0)
+        if chunks_per_row > 1:
+            # `(batch_size, num_heads, chunks_per_row, slots_per_chunk, head_dim)`, or the same without heads.
+            chunks = states.unflatten(0, (-1, chunks_per_row)).movedim(1, -3)
+            states = take_places(chunks.flatten(-3, -2), order, dim=states.dim() - 2)
+        joined.append(states)
+    slots = joined[0] if isinstance(slots, Tensor) else tuple(zip(joined[::2], joined[1::2], strict=True))
+    return slots, in_rows.gather(1, order)
 
 
 # compressor/context_compression_qa.py
@@ -4593,10 +4537,6 @@ class CompressorModel(CompressorBackbone):
         """Paths of the encoder's maps that get no adapter although the configuration's targets name them."""
         return []
 
-    def encoder_states(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return last hidden states `(num_chunks, num_tokens, hidden_size)`; arguments as `encoder_outputs`."""
-        return self.encoder_outputs(*args, **kwargs).last_hidden_state
-
     def encoder_outputs(
         self,
         input_ids: Tensor | None = None,
@@ -4613,8 +4553,9 @@ class CompressorModel(CompressorBackbone):
         if cache is not None:
             kwargs[CACHE] = cache
         inputs |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
-        with self._adapter(self.encoder_backbone, ENCODER):
-            return run_backbone(self.encoder_backbone, **inputs, **kwargs)
+        backbone = self.encoder_backbone
+        with self._adapter(backbone, ENCODER):
+            return run_backbone(backbone, **inputs, **kwargs)
 
     # --- slots ---
 
@@ -4909,6 +4850,35 @@ class _TaskTokensAsBOS(LogitsProcessorList):
         return super().__call__(input_ids.masked_fill(input_ids >= scores.shape[-1], self.stand_in), scores, **kwargs)
 
 
+class CompressorHead(CompressorPreTrainedModel):
+    """A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
+
+    model_class: type[CompressorBackbone] = CompressorBackbone
+
+    def __init_subclass__(cls, **kwargs: Any):
+        cls.config_class = cls.model_class.config_class
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.model = self.model_class(config)
+
+    @property
+    def model_id(self) -> str:
+        """See [`CompressorBackbone.model_id`]."""
+        return self.model.model_id
+
+    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
+        value = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
+        return getattr(self.generation_config, name, None) if value is None else value
+
+    def compress(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any
+    ) -> Any:
+        """Compress contexts into slots; see [`CompressorBackbone.compress`]."""
+        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
+
+
 class CompressorForCausalLM(CompressorHead, GenerationMixin):
     r"""
     A compressor with the decoder's LM head: training loss and `generate`."""
@@ -5017,10 +4987,8 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         if attention_mask is None:
             attention_mask = self._mask_of_pads(question, kwargs)
         if attention_mask is not None:
-            rows = token_rows(question, attention_mask, needs_tokens=True)
-            measure_rows(rows)
-            attention_mask = rows.attention_mask
-            if not rows.is_full:
+            attention_mask = token_rows(question, attention_mask).attention_mask
+            if not bool(attention_mask.all()):
                 if size := self._setting("prefill_chunk_size", kwargs):
                     raise ValueError(f"`prefill_chunk_size` ({size}) needs questions of one length: leave it out")
                 if kwargs.get("position_ids") is not None:

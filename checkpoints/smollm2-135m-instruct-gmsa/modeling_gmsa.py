@@ -115,7 +115,7 @@ class GMSAModel(CompressorModel):
     def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Tensor]:
         # Equation 2: H = Encoder_k(X).
         inputs = (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
-        states = self.encoder_states(*inputs, is_full=chunks.is_full, is_right_padded=True)
+        states = self.encoder_outputs(*inputs, is_full=chunks.is_full, is_right_padded=True).last_hidden_state
         # Section 3.1: H~ = [1 / L_G sum H_{G_1}, ..., 1 / L_G sum H_{G_N}], L_G = r; the last group by its length.
         merged = [mean_pool(states, chunks.attention_mask, ratio, chunks.lengths)[0] for ratio in ratios]
         return [self.align(summary).to(self.dtype) for summary in merged]

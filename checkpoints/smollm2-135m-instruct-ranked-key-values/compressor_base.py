@@ -352,6 +352,10 @@ def merge_lora(model: nn.Module, name: str) -> None:
 
 # parts/text_ids.py
 
+# In a chat the document's words and the prompt are one message of the user; this stands between them.
+DOCUMENT_END = "\n\n"
+# Stands for a text while a chat template is filled; private characters, which no template changes.
+_MARK = "\ue000{}\ue001"
 # Of most texts, more than there are; tokens behind those that are wanted, so that none of these is a cut word's.
 _CHARACTERS_PER_TOKEN, _MORE_TOKENS = 16, 64
 # Copies of tokenizers by whether they split special tokens.
@@ -459,578 +463,6 @@ def check_texts(name: str, texts: Sequence[Any]) -> None:
                 f"`{name}` holds {text[error.start]!r} at character {error.start}, which is half of one (a lone "
                 "surrogate): decode the text anew, with errors='replace'"
             ) from None
-
-
-# parts/length_batches.py
-
-# So few that they are not worth another pass.
-_FREE_PADS = 512
-
-
-def length_batches(
-    lengths: Sequence[int],
-    batch_size: int | None = None,
-    batch_tokens: int | None = None,
-    most_padding: float = math.inf,
-    counts: Sequence[int] | None = None,
-    in_order: bool = False,
-) -> list[list[int]]:
-    """Cut rows into batches by length, the longest first, and return the rows of each: what does not fit is found at
-    once."""
-    order = range(len(lengths)) if in_order else sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    batches: list[list[int]] = []
-    size = longest = total = 0
-    for row in order:
-        count = 1 if counts is None else counts[row]
-        if batches:
-            size, longest, total = size + count, max(longest, lengths[row]), total + count * lengths[row]
-            padded = size * longest
-            is_full = size > (batch_size or size) or padded > (batch_tokens or padded)
-            if not is_full and padded - total <= max(_FREE_PADS, most_padding * total):
-                batches[-1].append(row)
-                continue
-        batches.append([row])
-        size, longest, total = count, lengths[row], count * lengths[row]
-    return [sorted(batch) for batch in batches]
-
-
-# parts/base_precision.py
-
-_WEIGHTS = "_context_compressor_trained_and_frozen"
-
-
-def note_trained_weights(backbone: nn.Module) -> None:
-    """Keep in mind one map with a weight of the base's own that trains, and one that stays frozen."""
-    examples: dict[bool, tuple[nn.Module, str]] = {}
-    for path, module in backbone.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_floating_point() and ".lora_" not in path:
-                examples.setdefault(parameter.requires_grad, (module, name))
-    # Where they are, not the weights themselves: loading puts others in their place.
-    backbone.__dict__[_WEIGHTS] = (examples[True], examples[False]) if len(examples) == 2 else None
-
-
-def in_base_precision(backbone: nn.Module) -> AbstractContextManager[Any]:
-    """Autocast to the type of the backbone's frozen weights inside this block, if those that train have another."""
-    weights = backbone.__dict__.get(_WEIGHTS)
-    if weights is None:
-        return nullcontext()
-    trained, frozen = (getattr(module, name) for module, name in weights)
-    if trained.dtype == frozen.dtype or torch.is_autocast_enabled(frozen.device.type):
-        return nullcontext()
-    # Autocast's cache of cast weights is one for all threads: one made without gradients would serve a training step.
-    return torch.autocast(frozen.device.type, dtype=frozen.dtype, cache_enabled=False)
-
-
-def embedding_scale(table: nn.Module) -> float:
-    """Return the number that a table of token embeddings multiplies its rows with, as Gemma's does."""
-    return getattr(table, "scalar_embed_scale", 1.0)
-
-
-def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
-    """Return hidden states in the type of an LM head's weight, which may train or be frozen apart from the
-    backbone."""
-    weight: Any = getattr(head, "weight", None)
-    # A quantized map sees to it by itself.
-    is_plain = weight is not None and weight.is_floating_point() and weight.dtype.itemsize > 1
-    return states if not is_plain or torch.is_autocast_enabled(states.device.type) else states.to(weight.dtype)
-
-
-def head_logits(head: nn.Module, states: Tensor) -> Tensor:
-    """Return logits `(..., vocab_size)` of hidden states `(..., hidden_size)`."""
-    logits = head(as_head_takes(head, states.reshape(-1, states.shape[-1])))
-    return logits.view(*states.shape[:-1], logits.shape[-1])
-
-
-class Float32Linear(nn.Linear):
-    """`nn.Linear` in float32, also where autocast would take a smaller type."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.float()
-        with torch.autocast(inputs.device.type, enabled=False):
-            return functional.linear(inputs.float(), self.weight.float(), bias)
-
-
-# parts/cache_name.py
-
-# "cache" from version 5.24 on: the argument of its models and of `generate`, and the field of their outputs.
-CACHE = next(field.name for field in fields(BaseModelOutputWithPast) if field.name in ("cache", "past_key_values"))
-
-
-# parts/packing.py
-
-@dataclass
-class PackedSequence:
-    """A batch of `[pads, slots, text]` rows, or of `[slots, text, pads]`."""
-
-    attention_mask: Tensor
-    order: Tensor | None
-    text_places: Tensor
-    pad_in_front: bool = False
-    is_full: bool = False
-    pads_behind: bool = False
-
-    def arrange(self, joined: Tensor) -> Tensor:
-        """Bring `(batch_size, num_slots + num_text_tokens, ...)` from `[slots, text]` order into the rows' order."""
-        if self.pad_in_front:
-            joined = torch.nn.functional.pad(joined, (0,) * 2 * (joined.dim() - 2) + (1, 0))
-        if self.order is None:
-            return joined
-        return take_places(joined, self.order)
-
-    def text_states(self, states: Tensor) -> Tensor:
-        """The states `(batch_size, num_text_tokens, hidden_size)` that belong to the text tokens."""
-        if self.order is None:
-            return states[:, states.shape[1] - self.text_places.shape[1] :]
-        return take_places(states, self.text_places)
-
-    def inputs(self, embeddings: Tensor, position_ids: Tensor) -> dict[str, Any]:
-        """Arguments of [`run_backbone`] for `[slots, text]`, `(batch_size, num_slots + num_text_tokens, ...)` each."""
-        return {
-            "inputs_embeds": self.arrange(embeddings),
-            "attention_mask": self.attention_mask,
-            "position_ids": self.arrange(position_ids) * self.attention_mask,
-            "is_full": self.is_full,
-            "is_right_padded": self.pads_behind,
-        }
-
-    def cut_to_text(self, outputs: Any) -> None:
-        """Leave of a backbone's outputs the states that belong to the text tokens."""
-        outputs.last_hidden_state = self.text_states(outputs.last_hidden_state)
-        if outputs.hidden_states is not None:
-            outputs.hidden_states = tuple(
-                # Of a selection of layers the others are `None`.
-                None if states is None else self.text_states(states)
-                for states in outputs.hidden_states
-            )
-
-
-def take_places(states: Tensor, places: Tensor, dim: int = 1) -> Tensor:
-    """Return whole vectors of some places `(batch_size, num_taken)` in dimension `dim`, faster than
-    `take_along_dim`."""
-    shape, sizes = [1] * states.dim(), list(states.shape)
-    shape[0], shape[dim] = places.shape
-    sizes[dim] = places.shape[1]
-    return states.gather(dim, places.reshape(shape).expand(sizes))
-
-
-def pack(
-    slot_mask: Tensor,
-    text_mask: Tensor,
-    moves_first: Tensor | None = None,
-    pad_in_front: bool = False,
-    is_full: bool = False,
-    longest: int | None = None,
-    pads_behind: bool = False,
-) -> PackedSequence:
-    """Order slots and text into rows, without a wait for the device."""
-    if pad_in_front:
-        slot_mask = torch.nn.functional.pad(slot_mask, (1, 0))
-    joined_mask = torch.cat([slot_mask, text_mask], dim=1)
-    num_slots = slot_mask.shape[1]
-    if is_full and moves_first is None and not pad_in_front:
-        places = torch.arange(joined_mask.shape[1], device=joined_mask.device)[num_slots:]
-        return PackedSequence(joined_mask, None, places.expand(joined_mask.shape[0], -1), is_full=True)
-    text_rank = torch.full_like(text_mask, 3)
-    if moves_first is not None:
-        text_rank = text_rank.masked_fill(moves_first, 1)
-    rank = torch.cat([torch.full_like(slot_mask, 2), text_rank], dim=1)
-    order = torch.where(joined_mask == 1, rank, 4 if pads_behind else 0).argsort(dim=1, stable=True)
-    places = order.argsort(dim=1)
-    text_places = places[:, num_slots:]
-    if moves_first is not None:
-        last_moved = moves_first & (moves_first.flip(1).cumsum(dim=1).flip(1) == 1)
-        text_places = text_places + last_moved * slot_mask.sum(dim=1, keepdim=True)
-    is_full = is_full and not pad_in_front
-    if longest is not None:
-        width = longest + pad_in_front
-        spare = 0 if pads_behind else joined_mask.shape[1] - width
-        order, text_places = order[:, spare : spare + width], (text_places - spare).clamp(0, width - 1)
-    return PackedSequence(joined_mask.gather(1, order), order, text_places, pad_in_front, is_full, pads_behind)
-
-
-def reads_falling_ids_as_packed(config: Any, batch_size: int) -> bool:
-    """Return whether the attention would take one row whose position ids fall somewhere for several packed rows."""
-    return batch_size == 1 and "flash" in (config._attn_implementation or "")
-
-
-def through_first(input_ids: Tensor, text_mask: Tensor, pattern: Sequence[int]) -> Tensor:
-    """Mark the text tokens up to the end of the first occurrence of the ids `pattern`, `(batch_size, num_text_tokens)`
-    bool; none in a row that does not hold them."""
-    if input_ids.shape[1] < len(pattern):
-        return torch.zeros_like(input_ids, dtype=torch.bool)
-    # A pad may have the id of a token that is looked for.
-    ids = right_padded(input_ids.masked_fill(text_mask == 0, -1), text_mask)
-    starts = (ids.unfold(1, len(pattern), 1) == torch.tensor(pattern, device=ids.device)).all(dim=2)
-    num_tokens = (starts.int().argmax(dim=1, keepdim=True) + len(pattern)) * starts.any(dim=1, keepdim=True)
-    return (text_mask.cumsum(dim=1) <= num_tokens) & text_mask.bool()
-
-
-def text_positions(text_mask: Tensor) -> Tensor:
-    """Positions of text tokens among themselves, `(batch_size, num_text_tokens)`: pads do not count."""
-    return (text_mask.cumsum(dim=1) - 1).clamp(min=0)
-
-
-def left_padded(tensor: Tensor, mask: Tensor) -> Tensor:
-    """Move the pads of `(batch_size, length)` rows to the left."""
-    return tensor.gather(1, mask.argsort(dim=1, stable=True))
-
-
-def right_padded(tensor: Tensor, mask: Tensor) -> Tensor:
-    """Move the pads of `(batch_size, length)` rows to the right."""
-    return tensor.gather(1, mask.argsort(dim=1, stable=True, descending=True))
-
-
-# memory/memory_quantization.py
-
-# Bits of keys, and of values and embeddings.
-QUANTIZATIONS = {"int8": (8, 8), "int4": (4, 4), "int2": (4, 2)}
-_DTYPES = {8: torch.int8, 4: torch.uint8, 2: torch.int16}
-_BITS = {dtype: bits for bits, dtype in _DTYPES.items()}
-_NAMES = {bits: name for name, (_, bits) in QUANTIZATIONS.items()}
-# In standard deviations.
-_STEPS = {4: 0.3352, 2: 0.9957}
-_LARGEST_BLOCK = 128
-# The first 128 binary digits of pi's fraction.
-_SIGNS = 0x243F6A8885A308D313198A2E03707344
-
-
-def quantization_of(dtype: torch.dtype) -> str | None:
-    """The form that values or embeddings of this type are in, `None` for floating-point ones."""
-    return _NAMES.get(_BITS.get(dtype, 0))
-
-
-def dtype_of_keys(dtype: torch.dtype) -> torch.dtype:
-    """The type of the keys beside values of this type."""
-    name = quantization_of(dtype)
-    return dtype if name is None else _DTYPES[QUANTIZATIONS[name][0]]
-
-
-def values_per_item(bits: int) -> int:
-    """Values that stand in one integer."""
-    return _DTYPES[bits].itemsize * 8 // bits
-
-
-def width_of(tensor: Tensor) -> int:
-    """Values in the last dimension."""
-    bits = _BITS.get(tensor.dtype)
-    return tensor.shape[-1] * (1 if bits is None else values_per_item(bits))
-
-
-def num_blocks(width: int) -> int:
-    """Blocks of so many values: of 128 if that divides it, or else of the next smaller power of two that does."""
-    return width // math.gcd(width, _LARGEST_BLOCK)
-
-
-def quantize_tensor(tensor: Tensor, mask: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return a carrier tensor as integers and scales, without gradients; zeros at padding slots."""
-    per_item, half, width = values_per_item(bits), 1 << (bits - 1), tensor.shape[-1]
-    if width % per_item:
-        raise ValueError(f"{bits} bits keep {per_item} values in each integer, which {width} values do not fill")
-    real = mask.reshape(len(mask), *[1] * (tensor.dim() - 3), -1, 1).bool()
-    states = tensor.detach().float().where(real, 0)
-    blocks = _rotated(states.unflatten(-1, (num_blocks(width), -1)))
-    if bits == 8:
-        steps = blocks.abs().amax(dim=-1, keepdim=True) / (half - 0.5)
-    else:
-        steps = blocks.square().mean(dim=-1, keepdim=True).sqrt() * _STEPS[bits]
-    integers = (blocks / steps.where(steps > 0, 1)).floor().clamp(-half, half - 1)
-    products = ((integers + 0.5) * blocks).sum(dim=-1)
-    scales = (blocks.square().sum(dim=-1) / products.where(products > 0, 1)).half()
-    if scales.isinf().any():
-        raise ValueError(f"the memory holds {states.abs().max().item():.4g}, too large for float16 scales")
-    codes = (integers + half).to(torch.int32).flatten(-2).unflatten(-1, (-1, per_item))
-    items = (codes << _shifts(bits, codes.device)).sum(dim=-1, dtype=torch.int32)
-    return items.where(real, 0).to(_DTYPES[bits]), scales
-
-
-def dequantize_tensor(items: Tensor, scales: Tensor) -> Tensor:
-    """Return the float32 values that the items and scales of `quantize_tensor` stand for."""
-    bits = _BITS[items.dtype]
-    codes = items.to(torch.int32)[..., None] >> _shifts(bits, items.device) & (1 << bits) - 1
-    levels = codes.flatten(-2).float() - ((1 << (bits - 1)) - 0.5)
-    blocks = levels.unflatten(-1, (scales.shape[-1], -1)) * scales.float()[..., None]
-    return _rotated(blocks, is_back=True).flatten(-2)
-
-
-def _shifts(bits: int, device: torch.device) -> Tensor:
-    return torch.arange(values_per_item(bits), device=device, dtype=torch.int32) * bits
-
-
-def _rotated(blocks: Tensor, is_back: bool = False) -> Tensor:
-    size = blocks.shape[-1]
-    signs = blocks.new_tensor([1 - 2 * (_SIGNS >> (127 - place) & 1) for place in range(size)])
-    hadamard = blocks.new_ones(1, 1)
-    while len(hadamard) < size:
-        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    hadamard = hadamard * size**-0.5
-    return (blocks @ hadamard) * signs if is_back else (blocks * signs) @ hadamard
-
-
-# checkpoint/fingerprints.py
-
-_PARAMETERS, _RUNS, _RUN = 16, 2, 16
-# Relative error of the coarsest rounding that is taken for one. Mean over the matrices of SmolLM2-135M and two small
-# Llamas: 8 bits 0.005 to 0.009, 5 bits 0.038 to 0.046, 4 bits 0.078 to 0.16, 3 bits 0.16 to 0.24.
-_MOST_ROUNDED = 0.2
-# What a rounding leaves lies on a grid of so many steps at most, in each run of neighbours:
-# 8 bits as far as float32 tells, 5 bits as far as bfloat16 does.
-_FINE, _COARSE, _OFF, _OFF_A_STEP = 255, 31, 0.02, 3 * 2.0**-9
-# Root mean square of what a rounding takes away, in steps: 0.29 where all of a step is alike. A fine-tuned model is
-# moved off the grid by less than that, or by more.
-_TAKEN = (0.12, 0.5)
-# Values that are summed at once: few enough for a processor's cache.
-_CHUNK = 1 << 20
-# Fields that change neither slots nor how they are read: where weights come from, what trains, how texts are worded,
-# how fast and in what type it computes, when a text ends.
-_IGNORED_FOR_MEMORIES = {
-    *("base_model_name_or_path", "base_model_revision", "encoder_name_or_path", "encoder_revision"),
-    *("encoder_tokenizer", "compression_ratios", "trainable_parameters", "training_stage"),
-    *("prompts", "prompt_format", "context_prefix", "bos_before_text"),
-    *("eos_token_id", "pad_token_id"),
-    *("external_weights", "parent_model_name_or_path", "measured_chunks", "code_version", "config_schema"),
-    *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
-    "segment_windows",
-    # Stored by earlier versions.
-    *("last_group", "restores_context_start", "ratio_selector", "ratio_scale"),
-    *("use_cache", "dtype", "torch_dtype", "quantization_config"),
-    *("output_hidden_states", "output_attentions", "return_dict"),
-}
-# Of these, what changes answers.
-_IGNORED_FOR_ANSWERS = _IGNORED_FOR_MEMORIES - {
-    *("prompts", "prompt_format", "context_prefix", "bos_before_text", "eos_token_id"),
-}
-
-
-def weights_fingerprint(model: Any, of_answers: bool = False, stored: Mapping[str, Tensor] | None = None) -> str:
-    """Sixteen hexadecimal digits from every value of every parameter, the same in float32 and bfloat16."""
-    digest = hashlib.sha256()
-    is_reader = not of_answers and model.config.has_frozen_memories
-    weights: dict[torch.device, Tensor] = {}
-    for name, parameter in sorted(model.named_parameters()):
-        if is_reader and OF_THE_DECODER.search(name):
-            continue
-        owner, _, own = name.rpartition(".")
-        module = model.get_submodule(owner)
-        with at_hand(module):
-            values = full_tensor(module.get_parameter(own).detach())
-        source = (stored or {}).get(name)
-        if source is not None and source.shape == values.shape and source.to(values).equal(values):
-            values = source.to(values.device)
-        if values.device not in weights:
-            weights[values.device] = _weights(values.device)
-        sums = [_weighted_sum(chunk, weights[values.device]) for chunk in values.reshape(-1).split(_CHUNK)]
-        digest.update(f"{name}{tuple(parameter.shape)}{torch.stack(sums).tolist() if sums else []}".encode())
-    return digest.hexdigest()[:16]
-
-
-def at_hand(module: nn.Module) -> AbstractContextManager[Any]:
-    """Inside this block a module's own parameters have their values, also those that accelerate has offloaded."""
-    if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-        return nullcontext()
-    from accelerate.utils import align_module_device
-
-    return align_module_device(module)
-
-
-def _weights(device: torch.device) -> Tensor:
-    return torch.arange(1, _CHUNK // 2, 2, device=device)
-
-
-def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    values = values.to(torch.bfloat16)
-    if len(values) % 4:
-        values = nn.functional.pad(values, (0, -len(values) % 4))
-    elif values.storage_offset() % 4:
-        values = values.clone()
-    words = values.view(torch.int64)
-    return (words * weights[: len(words)]).sum()
-
-
-def settings_fingerprint(config: PreTrainedConfig, of_answers: bool = False) -> str:
-    """Eight hexadecimal digits from every field of a configuration that changes slots or how they are read."""
-    settings = _settings(config, _IGNORED_FOR_ANSWERS if of_answers else _IGNORED_FOR_MEMORIES)
-    if not of_answers and (config.has_frozen_memories or config.shared_adapter):
-        settings.pop("decoder_lora", None)
-    text = json.dumps(settings, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _settings(config: PreTrainedConfig, ignored: set[str]) -> dict[str, Any]:
-    kind: Any = type(config)
-    usual = _usual_settings(kind)
-    settings = {}
-    for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            settings[name] = {"model_type": value.model_type, **_settings(value, ignored)}
-        elif not name.startswith("_") and name not in ignored and (name not in usual or value != usual[name]):
-            settings[name] = value
-    return settings
-
-
-@functools.cache
-def _usual_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    return vars(kind())
-
-
-def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Runs of neighbouring values of some 16 parameters, spread over the model: (num_parameters, 2, 16) in float32."""
-    kinds: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in sorted(model.named_parameters()):
-        if parameter.shape[-1] >= _RUN:
-            kinds.setdefault(re.sub(r"\d+", "", name), []).append(parameter)
-    count = min(max(_PARAMETERS, len(kinds)), sum(map(len, kinds.values())))
-    runs = []
-    # Kinds take turns, from the first layers to the last.
-    for index, kind in zip(range(count), itertools.cycle(kinds.values()), strict=False):
-        parameter = kind[index * len(kind) // count]
-        rows = full_tensor(parameter.detach()).reshape(-1, parameter.shape[-1])
-        for run in range(_RUNS):
-            # Quantised matrices have one scale for 16 neighbours of a row or for more, from such a place on.
-            start = run * (rows.shape[1] // (2 * _RUN)) * _RUN
-            runs.append(rows[(run + 1) * len(rows) // (_RUNS + 1), start : start + _RUN].to(dtype).float().cpu())
-    return torch.stack(runs).view(count, _RUNS, _RUN) if runs else torch.empty(0, _RUNS, _RUN)
-
-
-def _sample_type(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
-
-
-def rounding(model: nn.Module, recorded: str, dtype: torch.dtype) -> tuple[float, bool]:
-    """Measure the distance from the model that [`sample_text`] recorded, and tell whether a rounding explains it."""
-    stored_as = _sample_type(dtype)
-    expected = torch.frombuffer(bytearray(base64.b64decode(recorded)), dtype=stored_as).float().view(-1, _RUNS, _RUN)
-    own = sample(model, torch.float32)
-    if own.shape != expected.shape:
-        return float("inf"), False
-    values = own.to(stored_as).float()
-    if values.equal(expected):
-        return 0.0, False
-    size = expected.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-    errors = (values - expected).flatten(1).norm(dim=1) / size
-    # Norms are left as they are where matrices are rounded.
-    error = float(errors.sum() / errors.count_nonzero().clamp(min=1))
-    if any(expected.to(kind).to(stored_as).float().equal(values) for kind in (torch.float16, torch.bfloat16)):
-        return error, False
-    runs = own.flatten(0, 1), expected.flatten(0, 1)
-    differ = (values != expected).any(dim=2).flatten()
-    explained = []
-    # Either model may be the rounded one.
-    for rounded, other in (runs, runs[::-1]):
-        taken = (rounded - other)[differ].square().mean(dim=1).sqrt() / _steps(rounded[differ])
-        explained.append(float(((taken > _TAKEN[0]) & (taken < _TAKEN[1])).float().mean()))
-    return error, error <= _MOST_ROUNDED and max(explained) > 0.4
-
-
-def _steps(runs: Tensor) -> Tensor:
-    low, high = runs.aminmax(dim=1, keepdim=True)
-    counts = torch.arange(1, _FINE + 1)
-    places = ((runs - low) / (high - low))[:, :, None] * counts
-    off = (places - places.round()).abs().amax(dim=1)
-    allowed = torch.where(counts <= _COARSE, _OFF + counts * _OFF_A_STEP, _OFF)
-    fits = off <= allowed
-    steps = (high - low)[:, 0] / counts[fits.int().argmax(dim=1)]
-    return steps.where(fits.any(dim=1), torch.nan)
-
-
-def version(tensor: Tensor) -> tuple[Any, ...]:
-    """A tensor's place, shape and count of changes in place: another key once its values change."""
-    # A quantized or shared-out weight may be a class of its own, without a place in memory.
-    place = tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else id(tensor)
-    # Tensors made in inference mode count no versions.
-    return place, tuple(tensor.shape), -1 if tensor.is_inference() else tensor._version
-
-
-def all_weights(model: nn.Module, dtype: torch.dtype) -> str:
-    """Sixteen hexadecimal digits from every bit of every parameter in a type."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        values = full_tensor(parameter.detach()).to(dtype)
-        digest.update(f"{name}{tuple(values.shape)}{checksum(values)}".encode())
-    return digest.hexdigest()[:16]
-
-
-def checksum(tensor: Tensor) -> str | None:
-    """Digits from all of a tensor's bits and their order; `None` for one without floating-point values at hand."""
-    # A quantized weight may be a class of its own.
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.is_floating_point():
-        return None
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()
-    in_words = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()
-    # Words of eight bytes are summed many times faster than single values.
-    weights = _weights(flat.device)
-    words = flat[:in_words].view(torch.int64).split(len(weights))
-    sums = torch.stack([(chunk * weights[: len(chunk)]).sum() for chunk in words])
-    return hashlib.sha256(f"{sums.tolist()}{flat[in_words:].view(torch.uint8).tolist()}".encode()).hexdigest()[:16]
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The tensor itself, gathered where FSDP has shared it out among processes."""
-    if torch.distributed.is_available():
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(tensor, DTensor):
-            return tensor.full_tensor()
-    return tensor
-
-
-# checkpoint/peft_adapters.py
-
-_SOURCE = {"cache_dir", "token", "local_files_only", "subfolder", "revision"}
-
-
-def adapter_and_model(name: str | os.PathLike, keywords: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the place of an adapter, if `name` is one, its compressor, and arguments for fetching the adapter."""
-    fetching = keywords.pop("adapter_kwargs", None) or {field: keywords[field] for field in _SOURCE & set(keywords)}
-    adapter, model, fetching = maybe_load_adapters(name, keywords, **fetching)
-    if adapter is not None and fetching.get("revision") == keywords.get("revision"):
-        keywords.pop("revision", None)
-    return adapter, model, fetching
-
-
-def put_adapter_on(model: Any, adapter: str | os.PathLike, name: str, trains: bool, fetching: dict[str, Any]) -> Any:
-    """Put one of PEFT's adapters on a compressor, beside its own; the library would take these for missing ones."""
-    from peft import PeftConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
-
-    config = PeftConfig.from_pretrained(adapter, **fetching)
-    config.inference_mode = not trains
-    inject_adapter_in_model(config, model, name)
-    keys = set_peft_model_state_dict(model, load_peft_weights(adapter, str(model.device), **fetching), name)
-    if unlike := [*keys.unexpected_keys, *(key for key in keys.missing_keys if f".{name}." in key)]:
-        raise ValueError(f"the adapter {adapter} sits on other maps than it says, the first is {unlike[0]!r}")
-    model._hf_peft_config_loaded = True
-    model.train(model.training)
-    return LoadStateDictInfo(set(), set(), set(), [], {}, set())
-
-
-# checkpoint/encoder_tokenizer.py
-
-def load_encoder_tokenizer(
-    checkpoint: str | os.PathLike, subfolder: str, loading: dict[str, Any]
-) -> PreTrainedTokenizerBase:
-    """The tokenizer of contexts that a checkpoint carries."""
-    inside = "/".join(filter(None, (loading.get("subfolder"), subfolder)))
-    tokenizer = _tokenizer(checkpoint, {**loading, "subfolder": inside})
-    if tokenizer is None:
-        raise ValueError(f"{checkpoint} has no tokenizer in {inside!r}, where its configuration says it is")
-    return tokenizer
-
-
-def _tokenizer(name: str | os.PathLike, loading: dict[str, Any]) -> PreTrainedTokenizerBase | None:
-    try:
-        return AutoTokenizer.from_pretrained(name, **loading)
-    except (OSError, ValueError):
-        return None
-
-
-# parts/prompting.py
-
-# In a chat the document's words and the prompt are one message of the user; this stands between them.
-DOCUMENT_END = "\n\n"
-# Stands for a text while a chat template is filled; private characters, which no template changes.
-_MARK = "\ue000{}\ue001"
 
 
 def context_opening(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -1254,8 +686,253 @@ def _filled(tokenizer: PreTrainedTokenizerBase, text: str, contents: Sequence[st
     return ids + prefix_ids(tokenizer, text)
 
 
-# parts/attention_masks.py
+# parts/packing.py
 
+# So few that they are not worth another pass.
+_FREE_PADS = 512
+
+
+@dataclass
+class PackedSequence:
+    """A batch of `[pads, slots, text]` rows, or of `[slots, text, pads]`."""
+
+    attention_mask: Tensor
+    order: Tensor | None
+    text_places: Tensor
+    pad_in_front: bool = False
+    is_full: bool = False
+    pads_behind: bool = False
+
+    def arrange(self, joined: Tensor) -> Tensor:
+        """Bring `(batch_size, num_slots + num_text_tokens, ...)` from `[slots, text]` order into the rows' order."""
+        if self.pad_in_front:
+            joined = torch.nn.functional.pad(joined, (0,) * 2 * (joined.dim() - 2) + (1, 0))
+        if self.order is None:
+            return joined
+        return take_places(joined, self.order)
+
+    def text_states(self, states: Tensor) -> Tensor:
+        """The states `(batch_size, num_text_tokens, hidden_size)` that belong to the text tokens."""
+        if self.order is None:
+            return states[:, states.shape[1] - self.text_places.shape[1] :]
+        return take_places(states, self.text_places)
+
+    def inputs(self, embeddings: Tensor, position_ids: Tensor) -> dict[str, Any]:
+        """Arguments of [`run_backbone`] for `[slots, text]`, `(batch_size, num_slots + num_text_tokens, ...)` each."""
+        return {
+            "inputs_embeds": self.arrange(embeddings),
+            "attention_mask": self.attention_mask,
+            "position_ids": self.arrange(position_ids) * self.attention_mask,
+            "is_full": self.is_full,
+            "is_right_padded": self.pads_behind,
+        }
+
+    def cut_to_text(self, outputs: Any) -> None:
+        """Leave of a backbone's outputs the states that belong to the text tokens."""
+        outputs.last_hidden_state = self.text_states(outputs.last_hidden_state)
+        if outputs.hidden_states is not None:
+            outputs.hidden_states = tuple(
+                # Of a selection of layers the others are `None`.
+                None if states is None else self.text_states(states)
+                for states in outputs.hidden_states
+            )
+
+
+def take_places(states: Tensor, places: Tensor, dim: int = 1) -> Tensor:
+    """Return whole vectors of some places `(batch_size, num_taken)` in dimension `dim`, faster than
+    `take_along_dim`."""
+    shape, sizes = [1] * states.dim(), list(states.shape)
+    shape[0], shape[dim] = places.shape
+    sizes[dim] = places.shape[1]
+    return states.gather(dim, places.reshape(shape).expand(sizes))
+
+
+def pack(
+    slot_mask: Tensor,
+    text_mask: Tensor,
+    moves_first: Tensor | None = None,
+    pad_in_front: bool = False,
+    is_full: bool = False,
+    longest: int | None = None,
+    pads_behind: bool = False,
+) -> PackedSequence:
+    """Order slots and text into rows, without a wait for the device."""
+    if pad_in_front:
+        slot_mask = torch.nn.functional.pad(slot_mask, (1, 0))
+    joined_mask = torch.cat([slot_mask, text_mask], dim=1)
+    num_slots = slot_mask.shape[1]
+    if is_full and moves_first is None and not pad_in_front:
+        places = torch.arange(joined_mask.shape[1], device=joined_mask.device)[num_slots:]
+        return PackedSequence(joined_mask, None, places.expand(joined_mask.shape[0], -1), is_full=True)
+    text_rank = torch.full_like(text_mask, 3)
+    if moves_first is not None:
+        text_rank = text_rank.masked_fill(moves_first, 1)
+    rank = torch.cat([torch.full_like(slot_mask, 2), text_rank], dim=1)
+    order = torch.where(joined_mask == 1, rank, 4 if pads_behind else 0).argsort(dim=1, stable=True)
+    places = order.argsort(dim=1)
+    text_places = places[:, num_slots:]
+    if moves_first is not None:
+        last_moved = moves_first & (moves_first.flip(1).cumsum(dim=1).flip(1) == 1)
+        text_places = text_places + last_moved * slot_mask.sum(dim=1, keepdim=True)
+    is_full = is_full and not pad_in_front
+    if longest is not None:
+        width = longest + pad_in_front
+        spare = 0 if pads_behind else joined_mask.shape[1] - width
+        order, text_places = order[:, spare : spare + width], (text_places - spare).clamp(0, width - 1)
+    return PackedSequence(joined_mask.gather(1, order), order, text_places, pad_in_front, is_full, pads_behind)
+
+
+def reads_falling_ids_as_packed(config: Any, batch_size: int) -> bool:
+    """Return whether the attention would take one row whose position ids fall somewhere for several packed rows."""
+    return batch_size == 1 and "flash" in (config._attn_implementation or "")
+
+
+def through_first(input_ids: Tensor, text_mask: Tensor, pattern: Sequence[int]) -> Tensor:
+    """Mark the text tokens up to the end of the first occurrence of the ids `pattern`, `(batch_size, num_text_tokens)`
+    bool; none in a row that does not hold them."""
+    if input_ids.shape[1] < len(pattern):
+        return torch.zeros_like(input_ids, dtype=torch.bool)
+    # A pad may have the id of a token that is looked for.
+    ids = right_padded(input_ids.masked_fill(text_mask == 0, -1), text_mask)
+    starts = (ids.unfold(1, len(pattern), 1) == torch.tensor(pattern, device=ids.device)).all(dim=2)
+    num_tokens = (starts.int().argmax(dim=1, keepdim=True) + len(pattern)) * starts.any(dim=1, keepdim=True)
+    return (text_mask.cumsum(dim=1) <= num_tokens) & text_mask.bool()
+
+
+def text_positions(text_mask: Tensor) -> Tensor:
+    """Positions of text tokens among themselves, `(batch_size, num_text_tokens)`: pads do not count."""
+    return (text_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+
+def left_padded(tensor: Tensor, mask: Tensor) -> Tensor:
+    """Move the pads of `(batch_size, length)` rows to the left."""
+    return tensor.gather(1, mask.argsort(dim=1, stable=True))
+
+
+def right_padded(tensor: Tensor, mask: Tensor) -> Tensor:
+    """Move the pads of `(batch_size, length)` rows to the right."""
+    return tensor.gather(1, mask.argsort(dim=1, stable=True, descending=True))
+
+
+def length_batches(
+    lengths: Sequence[int],
+    batch_size: int | None = None,
+    batch_tokens: int | None = None,
+    most_padding: float = math.inf,
+    counts: Sequence[int] | None = None,
+    in_order: bool = False,
+) -> list[list[int]]:
+    """Cut rows into batches by length, the longest first, and return the rows of each: what does not fit is found at
+    once."""
+    order = range(len(lengths)) if in_order else sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    batches: list[list[int]] = []
+    size = longest = total = 0
+    for row in order:
+        count = 1 if counts is None else counts[row]
+        if batches:
+            size, longest, total = size + count, max(longest, lengths[row]), total + count * lengths[row]
+            padded = size * longest
+            is_full = size > (batch_size or size) or padded > (batch_tokens or padded)
+            if not is_full and padded - total <= max(_FREE_PADS, most_padding * total):
+                batches[-1].append(row)
+                continue
+        batches.append([row])
+        size, longest, total = count, lengths[row], count * lengths[row]
+    return [sorted(batch) for batch in batches]
+
+
+# memory/memory_quantization.py
+
+# Bits of keys, and of values and embeddings.
+QUANTIZATIONS = {"int8": (8, 8), "int4": (4, 4), "int2": (4, 2)}
+_DTYPES = {8: torch.int8, 4: torch.uint8, 2: torch.int16}
+_BITS = {dtype: bits for bits, dtype in _DTYPES.items()}
+_NAMES = {bits: name for name, (_, bits) in QUANTIZATIONS.items()}
+# In standard deviations.
+_STEPS = {4: 0.3352, 2: 0.9957}
+_LARGEST_BLOCK = 128
+# The first 128 binary digits of pi's fraction.
+_SIGNS = 0x243F6A8885A308D313198A2E03707344
+
+
+def quantization_of(dtype: torch.dtype) -> str | None:
+    """The form that values or embeddings of this type are in, `None` for floating-point ones."""
+    return _NAMES.get(_BITS.get(dtype, 0))
+
+
+def dtype_of_keys(dtype: torch.dtype) -> torch.dtype:
+    """The type of the keys beside values of this type."""
+    name = quantization_of(dtype)
+    return dtype if name is None else _DTYPES[QUANTIZATIONS[name][0]]
+
+
+def values_per_item(bits: int) -> int:
+    """Values that stand in one integer."""
+    return _DTYPES[bits].itemsize * 8 // bits
+
+
+def width_of(tensor: Tensor) -> int:
+    """Values in the last dimension."""
+    bits = _BITS.get(tensor.dtype)
+    return tensor.shape[-1] * (1 if bits is None else values_per_item(bits))
+
+
+def num_blocks(width: int) -> int:
+    """Blocks of so many values: of 128 if that divides it, or else of the next smaller power of two that does."""
+    return width // math.gcd(width, _LARGEST_BLOCK)
+
+
+def quantize_tensor(tensor: Tensor, mask: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return a carrier tensor as integers and scales, without gradients; zeros at padding slots."""
+    per_item, half, width = values_per_item(bits), 1 << (bits - 1), tensor.shape[-1]
+    if width % per_item:
+        raise ValueError(f"{bits} bits keep {per_item} values in each integer, which {width} values do not fill")
+    real = mask.reshape(len(mask), *[1] * (tensor.dim() - 3), -1, 1).bool()
+    states = tensor.detach().float().where(real, 0)
+    blocks = _rotated(states.unflatten(-1, (num_blocks(width), -1)))
+    if bits == 8:
+        steps = blocks.abs().amax(dim=-1, keepdim=True) / (half - 0.5)
+    else:
+        steps = blocks.square().mean(dim=-1, keepdim=True).sqrt() * _STEPS[bits]
+    integers = (blocks / steps.where(steps > 0, 1)).floor().clamp(-half, half - 1)
+    products = ((integers + 0.5) * blocks).sum(dim=-1)
+    scales = (blocks.square().sum(dim=-1) / products.where(products > 0, 1)).half()
+    if scales.isinf().any():
+        raise ValueError(f"the memory holds {states.abs().max().item():.4g}, too large for float16 scales")
+    codes = (integers + half).to(torch.int32).flatten(-2).unflatten(-1, (-1, per_item))
+    items = (codes << _shifts(bits, codes.device)).sum(dim=-1, dtype=torch.int32)
+    return items.where(real, 0).to(_DTYPES[bits]), scales
+
+
+def dequantize_tensor(items: Tensor, scales: Tensor) -> Tensor:
+    """Return the float32 values that the items and scales of `quantize_tensor` stand for."""
+    bits = _BITS[items.dtype]
+    codes = items.to(torch.int32)[..., None] >> _shifts(bits, items.device) & (1 << bits) - 1
+    levels = codes.flatten(-2).float() - ((1 << (bits - 1)) - 0.5)
+    blocks = levels.unflatten(-1, (scales.shape[-1], -1)) * scales.float()[..., None]
+    return _rotated(blocks, is_back=True).flatten(-2)
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(values_per_item(bits), device=device, dtype=torch.int32) * bits
+
+
+def _rotated(blocks: Tensor, is_back: bool = False) -> Tensor:
+    size = blocks.shape[-1]
+    signs = blocks.new_tensor([1 - 2 * (_SIGNS >> (127 - place) & 1) for place in range(size)])
+    hadamard = blocks.new_ones(1, 1)
+    while len(hadamard) < size:
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    hadamard = hadamard * size**-0.5
+    return (blocks @ hadamard) * signs if is_back else (blocks * signs) @ hadamard
+
+
+# parts/base_pass.py
+
+# "cache" from version 5.24 on: the argument of its models and of `generate`, and the field of their outputs.
+CACHE = next(field.name for field in fields(BaseModelOutputWithPast) if field.name in ("cache", "past_key_values"))
+# Where a backbone keeps one weight that trains and one that stays frozen.
+_WEIGHTS = "_context_compressor_trained_and_frozen"
 # Implementations that take a mask with a value for every pair of places.
 PAIRWISE_MASKS = ("eager", "sdpa")
 # Implementations that compute pads, too.
@@ -1376,6 +1053,322 @@ def with_sight(mask: Any, offset: int | Tensor = 0) -> Any:
     num_rows, _, num_queries, num_keys = mask.shape
     device = mask.kv_num_blocks.device
     return create_block_mask(or_masks(mask.mask_mod, itself), num_rows, None, num_queries, num_keys, device)
+
+
+def note_trained_weights(backbone: nn.Module) -> None:
+    """Keep in mind one map with a weight of the base's own that trains, and one that stays frozen."""
+    examples: dict[bool, tuple[nn.Module, str]] = {}
+    for path, module in backbone.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and ".lora_" not in path:
+                examples.setdefault(parameter.requires_grad, (module, name))
+    # Where they are, not the weights themselves: loading puts others in their place.
+    backbone.__dict__[_WEIGHTS] = (examples[True], examples[False]) if len(examples) == 2 else None
+
+
+def in_base_precision(backbone: nn.Module) -> AbstractContextManager[Any]:
+    """Autocast to the type of the backbone's frozen weights inside this block, if those that train have another."""
+    weights = backbone.__dict__.get(_WEIGHTS)
+    if weights is None:
+        return nullcontext()
+    trained, frozen = (getattr(module, name) for module, name in weights)
+    if trained.dtype == frozen.dtype or torch.is_autocast_enabled(frozen.device.type):
+        return nullcontext()
+    # Autocast's cache of cast weights is one for all threads: one made without gradients would serve a training step.
+    return torch.autocast(frozen.device.type, dtype=frozen.dtype, cache_enabled=False)
+
+
+def embedding_scale(table: nn.Module) -> float:
+    """Return the number that a table of token embeddings multiplies its rows with, as Gemma's does."""
+    return getattr(table, "scalar_embed_scale", 1.0)
+
+
+def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
+    """Return hidden states in the type of an LM head's weight, which may train or be frozen apart from the
+    backbone."""
+    weight: Any = getattr(head, "weight", None)
+    # A quantized map sees to it by itself.
+    is_plain = weight is not None and weight.is_floating_point() and weight.dtype.itemsize > 1
+    return states if not is_plain or torch.is_autocast_enabled(states.device.type) else states.to(weight.dtype)
+
+
+def head_logits(head: nn.Module, states: Tensor) -> Tensor:
+    """Return logits `(..., vocab_size)` of hidden states `(..., hidden_size)`."""
+    logits = head(as_head_takes(head, states.reshape(-1, states.shape[-1])))
+    return logits.view(*states.shape[:-1], logits.shape[-1])
+
+
+class Float32Linear(nn.Linear):
+    """`nn.Linear` in float32, also where autocast would take a smaller type."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        with torch.autocast(inputs.device.type, enabled=False):
+            return functional.linear(inputs.float(), self.weight.float(), bias)
+
+
+# checkpoint/fingerprints.py
+
+_PARAMETERS, _RUNS, _RUN = 16, 2, 16
+# Relative error of the coarsest rounding that is taken for one. Mean over the matrices of SmolLM2-135M and two small
+# Llamas: 8 bits 0.005 to 0.009, 5 bits 0.038 to 0.046, 4 bits 0.078 to 0.16, 3 bits 0.16 to 0.24.
+_MOST_ROUNDED = 0.2
+# What a rounding leaves lies on a grid of so many steps at most, in each run of neighbours:
+# 8 bits as far as float32 tells, 5 bits as far as bfloat16 does.
+_FINE, _COARSE, _OFF, _OFF_A_STEP = 255, 31, 0.02, 3 * 2.0**-9
+# Root mean square of what a rounding takes away, in steps: 0.29 where all of a step is alike. A fine-tuned model is
+# moved off the grid by less than that, or by more.
+_TAKEN = (0.12, 0.5)
+# Values that are summed at once: few enough for a processor's cache.
+_CHUNK = 1 << 20
+# Fields that change neither slots nor how they are read: where weights come from, what trains, how texts are worded,
+# how fast and in what type it computes, when a text ends.
+_IGNORED_FOR_MEMORIES = {
+    *("base_model_name_or_path", "base_model_revision", "encoder_name_or_path", "encoder_revision"),
+    *("encoder_tokenizer", "compression_ratios", "trainable_parameters", "training_stage"),
+    *("prompts", "prompt_format", "context_prefix", "bos_before_text"),
+    *("eos_token_id", "pad_token_id"),
+    *("external_weights", "parent_model_name_or_path", "measured_chunks", "code_version", "config_schema"),
+    *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
+    "segment_windows",
+    # Stored by earlier versions.
+    *("last_group", "restores_context_start", "ratio_selector", "ratio_scale"),
+    *("use_cache", "dtype", "torch_dtype", "quantization_config"),
+    *("output_hidden_states", "output_attentions", "return_dict"),
+}
+# Of these, what changes answers.
+_IGNORED_FOR_ANSWERS = _IGNORED_FOR_MEMORIES - {
+    *("prompts", "prompt_format", "context_prefix", "bos_before_text", "eos_token_id"),
+}
+
+
+def weights_fingerprint(model: Any, of_answers: bool = False, stored: Mapping[str, Tensor] | None = None) -> str:
+    """Sixteen hexadecimal digits from every value of every parameter, the same in float32 and bfloat16."""
+    digest = hashlib.sha256()
+    is_reader = not of_answers and model.config.has_frozen_memories
+    weights: dict[torch.device, Tensor] = {}
+    for name, parameter in sorted(model.named_parameters()):
+        if is_reader and OF_THE_DECODER.search(name):
+            continue
+        owner, _, own = name.rpartition(".")
+        module = model.get_submodule(owner)
+        with at_hand(module):
+            values = full_tensor(module.get_parameter(own).detach())
+        source = (stored or {}).get(name)
+        if source is not None and source.shape == values.shape and source.to(values).equal(values):
+            values = source.to(values.device)
+        if values.device not in weights:
+            weights[values.device] = _weights(values.device)
+        sums = [_weighted_sum(chunk, weights[values.device]) for chunk in values.reshape(-1).split(_CHUNK)]
+        digest.update(f"{name}{tuple(parameter.shape)}{torch.stack(sums).tolist() if sums else []}".encode())
+    return digest.hexdigest()[:16]
+
+
+def at_hand(module: nn.Module) -> AbstractContextManager[Any]:
+    """Inside this block a module's own parameters have their values, also those that accelerate has offloaded."""
+    if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+        return nullcontext()
+    from accelerate.utils import align_module_device
+
+    return align_module_device(module)
+
+
+def _weights(device: torch.device) -> Tensor:
+    return torch.arange(1, _CHUNK // 2, 2, device=device)
+
+
+def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    values = values.to(torch.bfloat16)
+    if len(values) % 4:
+        values = nn.functional.pad(values, (0, -len(values) % 4))
+    elif values.storage_offset() % 4:
+        values = values.clone()
+    words = values.view(torch.int64)
+    return (words * weights[: len(words)]).sum()
+
+
+def settings_fingerprint(config: PreTrainedConfig, of_answers: bool = False) -> str:
+    """Eight hexadecimal digits from every field of a configuration that changes slots or how they are read."""
+    settings = _settings(config, _IGNORED_FOR_ANSWERS if of_answers else _IGNORED_FOR_MEMORIES)
+    if not of_answers and (config.has_frozen_memories or config.shared_adapter):
+        settings.pop("decoder_lora", None)
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _settings(config: PreTrainedConfig, ignored: set[str]) -> dict[str, Any]:
+    kind: Any = type(config)
+    usual = _usual_settings(kind)
+    settings = {}
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            settings[name] = {"model_type": value.model_type, **_settings(value, ignored)}
+        elif not name.startswith("_") and name not in ignored and (name not in usual or value != usual[name]):
+            settings[name] = value
+    return settings
+
+
+@functools.cache
+def _usual_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    return vars(kind())
+
+
+def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
+    """Runs of neighbouring values of some 16 parameters, spread over the model: (num_parameters, 2, 16) in float32."""
+    kinds: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.shape[-1] >= _RUN:
+            kinds.setdefault(re.sub(r"\d+", "", name), []).append(parameter)
+    count = min(max(_PARAMETERS, len(kinds)), sum(map(len, kinds.values())))
+    runs = []
+    # Kinds take turns, from the first layers to the last.
+    for index, kind in zip(range(count), itertools.cycle(kinds.values()), strict=False):
+        parameter = kind[index * len(kind) // count]
+        rows = full_tensor(parameter.detach()).reshape(-1, parameter.shape[-1])
+        for run in range(_RUNS):
+            # Quantised matrices have one scale for 16 neighbours of a row or for more, from such a place on.
+            start = run * (rows.shape[1] // (2 * _RUN)) * _RUN
+            runs.append(rows[(run + 1) * len(rows) // (_RUNS + 1), start : start + _RUN].to(dtype).float().cpu())
+    return torch.stack(runs).view(count, _RUNS, _RUN) if runs else torch.empty(0, _RUNS, _RUN)
+
+
+def _sample_type(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+
+
+def rounding(model: nn.Module, recorded: str, dtype: torch.dtype) -> tuple[float, bool]:
+    """Measure the distance from the model that [`sample_text`] recorded, and tell whether a rounding explains it."""
+    stored_as = _sample_type(dtype)
+    expected = torch.frombuffer(bytearray(base64.b64decode(recorded)), dtype=stored_as).float().view(-1, _RUNS, _RUN)
+    own = sample(model, torch.float32)
+    if own.shape != expected.shape:
+        return float("inf"), False
+    values = own.to(stored_as).float()
+    if values.equal(expected):
+        return 0.0, False
+    size = expected.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+    errors = (values - expected).flatten(1).norm(dim=1) / size
+    # Norms are left as they are where matrices are rounded.
+    error = float(errors.sum() / errors.count_nonzero().clamp(min=1))
+    if any(expected.to(kind).to(stored_as).float().equal(values) for kind in (torch.float16, torch.bfloat16)):
+        return error, False
+    runs = own.flatten(0, 1), expected.flatten(0, 1)
+    differ = (values != expected).any(dim=2).flatten()
+    explained = []
+    # Either model may be the rounded one.
+    for rounded, other in (runs, runs[::-1]):
+        taken = (rounded - other)[differ].square().mean(dim=1).sqrt() / _steps(rounded[differ])
+        explained.append(float(((taken > _TAKEN[0]) & (taken < _TAKEN[1])).float().mean()))
+    return error, error <= _MOST_ROUNDED and max(explained) > 0.4
+
+
+def _steps(runs: Tensor) -> Tensor:
+    low, high = runs.aminmax(dim=1, keepdim=True)
+    counts = torch.arange(1, _FINE + 1)
+    places = ((runs - low) / (high - low))[:, :, None] * counts
+    off = (places - places.round()).abs().amax(dim=1)
+    allowed = torch.where(counts <= _COARSE, _OFF + counts * _OFF_A_STEP, _OFF)
+    fits = off <= allowed
+    steps = (high - low)[:, 0] / counts[fits.int().argmax(dim=1)]
+    return steps.where(fits.any(dim=1), torch.nan)
+
+
+def weight_versions(model: nn.Module) -> tuple[Any, ...]:
+    """Return place, shape and count of changes in place of each parameter: another key once a value changes."""
+    return tuple(
+        (
+            # A quantized or shared-out weight may be a class of its own, without a place in memory.
+            weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else id(weight),
+            weight.shape,
+            # Tensors made in inference mode count no versions.
+            -1 if weight.is_inference() else weight._version,
+        )
+        for weight in model.parameters()
+    )
+
+
+def all_weights(model: nn.Module, dtype: torch.dtype) -> str:
+    """Sixteen hexadecimal digits from every bit of every parameter in a type."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        values = full_tensor(parameter.detach()).to(dtype)
+        digest.update(f"{name}{tuple(values.shape)}{checksum(values)}".encode())
+    return digest.hexdigest()[:16]
+
+
+def checksum(tensor: Tensor) -> str | None:
+    """Digits from all of a tensor's bits and their order; `None` for one without floating-point values at hand."""
+    # A quantized weight may be a class of its own.
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.is_floating_point():
+        return None
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    in_words = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()
+    # Words of eight bytes are summed many times faster than single values.
+    weights = _weights(flat.device)
+    words = flat[:in_words].view(torch.int64).split(len(weights))
+    sums = torch.stack([(chunk * weights[: len(chunk)]).sum() for chunk in words])
+    return hashlib.sha256(f"{sums.tolist()}{flat[in_words:].view(torch.uint8).tolist()}".encode()).hexdigest()[:16]
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The tensor itself, gathered where FSDP has shared it out among processes."""
+    if torch.distributed.is_available():
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(tensor, DTensor):
+            return tensor.full_tensor()
+    return tensor
+
+
+# checkpoint/peft_adapters.py
+
+_SOURCE = {"cache_dir", "token", "local_files_only", "subfolder", "revision"}
+
+
+def adapter_and_model(name: str | os.PathLike, keywords: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the place of an adapter, if `name` is one, its compressor, and arguments for fetching the adapter."""
+    fetching = keywords.pop("adapter_kwargs", None) or {field: keywords[field] for field in _SOURCE & set(keywords)}
+    adapter, model, fetching = maybe_load_adapters(name, keywords, **fetching)
+    if adapter is not None and fetching.get("revision") == keywords.get("revision"):
+        keywords.pop("revision", None)
+    return adapter, model, fetching
+
+
+def put_adapter_on(model: Any, adapter: str | os.PathLike, name: str, trains: bool, fetching: dict[str, Any]) -> Any:
+    """Put one of PEFT's adapters on a compressor, beside its own; the library would take these for missing ones."""
+    from peft import PeftConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
+
+    config = PeftConfig.from_pretrained(adapter, **fetching)
+    config.inference_mode = not trains
+    inject_adapter_in_model(config, model, name)
+    keys = set_peft_model_state_dict(model, load_peft_weights(adapter, str(model.device), **fetching), name)
+    if unlike := [*keys.unexpected_keys, *(key for key in keys.missing_keys if f".{name}." in key)]:
+        raise ValueError(f"the adapter {adapter} sits on other maps than it says, the first is {unlike[0]!r}")
+    model._hf_peft_config_loaded = True
+    model.train(model.training)
+    return LoadStateDictInfo(set(), set(), set(), [], {}, set())
+
+
+# checkpoint/encoder_tokenizer.py
+
+def load_encoder_tokenizer(
+    checkpoint: str | os.PathLike, subfolder: str, loading: dict[str, Any]
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of contexts that a checkpoint carries."""
+    inside = "/".join(filter(None, (loading.get("subfolder"), subfolder)))
+    tokenizer = _tokenizer(checkpoint, {**loading, "subfolder": inside})
+    if tokenizer is None:
+        raise ValueError(f"{checkpoint} has no tokenizer in {inside!r}, where its configuration says it is")
+    return tokenizer
+
+
+def _tokenizer(name: str | os.PathLike, loading: dict[str, Any]) -> PreTrainedTokenizerBase | None:
+    try:
+        return AutoTokenizer.from_pretrained(name, **loading)
+    except (OSError, ValueError):
+        return None
 
 
 # parts/pooling.py
@@ -1581,7 +1574,7 @@ def _checksums(tensor: Tensor) -> dict[torch.dtype, str]:
     if own is None:
         return {}
     rounded = {kind: checksum(tensor.detach().to(kind)) for kind in _narrower(tensor.dtype)}
-    return {tensor.dtype: own, **{kind: found for kind, found in rounded.items() if found is not None}}
+    return {tensor.dtype: own, **{kind: digits for kind, digits in rounded.items() if digits is not None}}
 
 
 class BaseRecord:
@@ -1685,19 +1678,19 @@ def _check_same_base(
     shown: str,
 ) -> None:
     sizes = [(c.model_type, c.hidden_size, c.num_hidden_layers) for c in (model.config, wanted)]
-    for field, found, expected in zip(("model_type", "hidden_size", "num_hidden_layers"), *sizes, strict=True):
-        if found != expected:
-            raise ValueError(f"{place} has {field} {found}, and the base model ({shown}) has {expected}")
+    for field, own, expected in zip(("model_type", "hidden_size", "num_hidden_layers"), *sizes, strict=True):
+        if own != expected:
+            raise ValueError(f"{place} has {field} {own}, and the base model ({shown}) has {expected}")
     dtype, sums = getattr(torch, entry["dtype"]), entry["weights"]
-    found, expected = all_weights(model, dtype), sums[entry["dtype"]]
-    if found == expected:
+    own, expected = all_weights(model, dtype), sums[entry["dtype"]]
+    if own == expected:
         return
     casts = [kind for kind in _narrower(dtype) if all_weights(model, kind) == sums[_name(kind)]]
     cast = next((kind for kind in casts if all(p.to(kind).to(p.dtype).equal(p) for p in model.parameters())), None)
     error, is_rounding = rounding(model, entry["samples"], dtype)
     if cast is None and not is_rounding:
         raise ValueError(
-            f"{place} is not the base model ({shown}): it has other weights, sum {found}, expected {expected}. Some "
+            f"{place} is not the base model ({shown}): it has other weights, sum {own}, expected {expected}. Some "
             f"were compared: they are {error:.2%} off, which neither a cast nor a rounding explains; a fine-tuned "
             "base is another model"
         )
@@ -2655,131 +2648,6 @@ class CompressedContext:
         return replace(self, check=False, **fields, **others)
 
 
-# compressor/chunking.py
-
-Slots = Tensor | KeyValues
-
-
-@dataclass
-class Chunks:
-    """Contexts cut into chunks that are compressed independently, all in one batch."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
-    starts: Tensor
-    lengths: list[int]
-    chunks_per_row: int
-    inputs_embeds: Tensor | None = None
-
-    def take(self, rows: Sequence[int]) -> Chunks:
-        """Return some of the chunks without columns of pads alone; they are no longer those of whole contexts."""
-        index = torch.tensor(rows, dtype=torch.long, device=self.input_ids.device)
-        lengths = [self.lengths[row] for row in rows]
-        tensors = {name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        tensors = {name: value[:, : max(lengths)] if value.dim() > 1 else value for name, value in tensors.items()}
-        return replace(self, **tensors, lengths=lengths, chunks_per_row=1)
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether there are no pads."""
-        return min(self.lengths) == self.input_ids.shape[1]
-
-
-def cut(
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    lengths: Sequence[int],
-    chunk_size: int | None,
-    layout: str,
-    passages: Sequence[Sequence[int]] | None = None,
-) -> Chunks:
-    """Cut contexts into chunks of `chunk_size` real tokens; the last one of a row, or of a passage, may be short."""
-    device, num_tokens = input_ids.device, input_ids.shape[1]
-    if any(length != num_tokens for length in lengths):
-        input_ids = right_padded(input_ids, attention_mask)
-    size = chunk_size or max(1, num_tokens)
-    passages = passages or [[length] for length in lengths]
-    rows = [[min(size, n - start) for n in row for start in range(0, n, size)] for row in passages]
-    chunks_per_row = max(1, max(map(len, rows)))
-    rows = [row + [0] * (chunks_per_row - len(row)) for row in rows]
-    in_chunks, of_chunks = torch.tensor(rows, device=device), [n for row in rows for n in row]
-    starts = (in_chunks.cumsum(dim=1) - in_chunks).reshape(-1)
-    mask = first_places(of_chunks, device)
-    position_ids = torch.arange(mask.shape[1], device=device).expand(mask.shape)
-    places = (position_ids + starts[:, None]).clamp(max=num_tokens - 1)
-    input_ids = input_ids.gather(1, places.reshape(len(rows), -1)).reshape(places.shape) * mask
-    if layout != "default":
-        position_ids = position_ids + starts[:, None] + 1
-    return Chunks(input_ids, mask, position_ids, starts, of_chunks, chunks_per_row)
-
-
-def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the mask `(len(counts), max(counts))` of so many left-aligned places in each row."""
-    places = torch.arange(max(counts), device=device)
-    return (places < torch.tensor(counts, device=device)[:, None]).long()
-
-
-def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
-    """Bring the slots of groups of chunks into the order of all chunks, with zeros for chunks in no group; `order` has
-    each chunk's place among those of all groups, or their number where it is in none."""
-    first = parts[0]
-    if is_dataclass(first) and not isinstance(first, type):
-        return replace(first, **{name: gathered([vars(part)[name] for part in parts], order) for name in vars(first)})
-    if not isinstance(first, Tensor):
-        layers = [zip(*of_layer, strict=True) for of_layer in zip(*parts, strict=True)]
-        return tuple(tuple(gathered(states, order) for states in of_layer) for of_layer in layers)
-    width = max(part.shape[-2] for part in parts)
-    parts = [torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]
-    if sum(map(len, parts)) in order:
-        parts = [*parts, parts[0].new_zeros((1, *parts[0].shape[1:]))]
-    joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-    if list(order) == list(range(len(joined))):
-        return joined
-    return joined.index_select(0, torch.tensor(order, device=joined.device))
-
-
-def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Tensor) -> tuple[Tensor, list[int]]:
-    """Put vectors `(num_markers, hidden_size)` in front of the left-aligned slots of each chunk, and behind them."""
-    around = [markers.to(slots.dtype).expand(len(counts), -1, -1) for markers in (before, after)]
-    joined = torch.cat([around[0], slots[:, : max(counts)], around[1]], dim=1)
-    num_markers = len(before) + len(after)
-    totals = [count + num_markers if count else 0 for count in counts]
-    if min(counts) < max(counts):
-        mask = first_places(counts, slots.device)
-        marks = mask[:, :1].expand(-1, num_markers)
-        mask = torch.cat([marks[:, : len(before)], mask, marks[:, len(before) :]], dim=1)
-        joined = take_places(joined, mask.argsort(dim=1, stable=True, descending=True))
-    return joined, totals
-
-
-def join(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[Slots, Tensor]:
-    """Join the chunks' left-aligned slots row by row, without gaps."""
-    mask = first_places(counts, slots.device if isinstance(slots, Tensor) else slots[0][0].device)
-    slots = _of_each(slots, lambda states: states[..., : max(counts), :])
-    if min(counts) != max(counts):
-        pads = (mask == 0)[:, :, None]
-        slots = _of_each(slots, lambda states: states.masked_fill(pads if states.dim() == 3 else pads[:, None], 0))
-    if chunks_per_row == 1:
-        return slots, mask
-    mask = mask.reshape(-1, chunks_per_row * mask.shape[1])
-    num_slots = max(sum(counts[start : start + chunks_per_row]) for start in range(0, len(counts), chunks_per_row))
-    order = mask.argsort(dim=1, stable=True, descending=True)[:, :num_slots]
-
-    def in_rows(states: Tensor) -> Tensor:
-        # `(batch_size, num_heads, chunks_per_row, slots_per_chunk, head_dim)`, or the same without heads.
-        chunks = states.unflatten(0, (-1, chunks_per_row)).movedim(1, -3)
-        return take_places(chunks.flatten(-3, -2), order, dim=states.dim() - 2)
-
-    return _of_each(slots, in_rows), mask.gather(1, order)
-
-
-def _of_each(slots: Slots, function: Callable[[Tensor], Tensor]) -> Slots:
-    if isinstance(slots, Tensor):
-        return function(slots)
-    return tuple((function(keys), function(values)) for keys, values in slots)
-
-
 # compressor/validation.py
 
 _KEYWORDS = (
@@ -2913,17 +2781,15 @@ def resolve_ratios(
     return checked
 
 
-def check_context_length(
-    encoder_config: Any, num_positions: int, chunk_size: int | None, has_chunks: bool = True
-) -> None:
+def check_context_length(config: Any, num_positions: int) -> None:
     """Raise `ValueError`, with both lengths, unless a context or chunk fits the encoder's positions."""
-    limit = max_positions(encoder_config)
-    if limit is None or num_positions <= limit:
+    limit, chunk_size = max_positions(config.get_encoder_config()), config.chunk_size
+    if limit is None or num_positions <= limit or config.encoder_limit is None:
         return
     hint = "cut the context"
-    if has_chunks and chunk_size is None:
+    if config.has_chunks and chunk_size is None:
         hint = "set `chunk_size` in the configuration, or cut the context"
-    elif has_chunks and chunk_size is not None and num_positions < 2 * chunk_size:
+    elif config.has_chunks and num_positions < 2 * chunk_size:
         # A single chunk is too long.
         hint = f"set a `chunk_size` below {chunk_size} in the configuration, or cut the context"
     raise ValueError(
@@ -3071,13 +2937,12 @@ def _chosen(is_kept: Tensor, chunks: Tensor, is_real: Tensor) -> Tensor:
 
 def _taken(key_values: KeyValues, chosen: Tensor, is_real: Tensor) -> KeyValues:
     layers, heads = len(key_values), key_values[0][0].shape[1]
-
-    def taken(side: int) -> Sequence[Tensor]:
-        states = torch.stack([pair[side] for pair in key_values], dim=1).flatten(1, 3)
+    sides = []
+    for of_layers in zip(*key_values, strict=True):
+        states = torch.stack(of_layers, dim=1).flatten(1, 3)
         states = take_places(states, chosen.flatten(1)).unflatten(1, (layers, heads, is_real.shape[1]))
-        return states.masked_fill(~is_real[:, None, None, :, None], 0).unbind(1)
-
-    return tuple(zip(taken(0), taken(1), strict=True))
+        sides.append(states.masked_fill(~is_real[:, None, None, :, None], 0).unbind(1))
+    return tuple(zip(*sides, strict=True))
 
 
 def _of_chosen(of_pairs: Tensor, chosen: Tensor, is_real: Tensor) -> Tensor:
@@ -3207,26 +3072,20 @@ def filled_cache(memory: CompressedContext, is_full: bool, cache: Cache | None, 
 def inverse_frequencies(backbone: PreTrainedModel) -> Tensor | None:
     """Angles per position of the backbone's rotary embedding, `(head_dim / 2,)`; `None` where they are not fixed, or
     do not turn one half of a whole key against the other, or not those of every layer alike."""
-    rotary = getattr(backbone, "rotary_emb", None)
-    if getattr(rotary, "rope_type", None) not in _FIXED_ROPE_TYPES or backbone.config.model_type in _INTERLEAVED:
+    config, rotary = backbone.config, getattr(backbone, "rotary_emb", None)
+    if getattr(rotary, "rope_type", None) not in _FIXED_ROPE_TYPES or config.model_type in _INTERLEAVED:
         return None
-    if backbone.config.model_type in _TURNED_OTHERWISE or not _turns_all_layers(backbone.config):
+    # 0 for a layer without rotary positions; of their bases 0 or `None`.
+    bases = set(getattr(config, "layer_rope_theta", None) or (1.0,))
+    turns_all_layers = 0 not in (getattr(config, "no_rope_layers", None) or ()) and len(bases) == 1 and all(bases)
+    if config.model_type in _TURN_IN_WINDOWS and "full_attention" in config.layer_types:
+        turns_all_layers &= config.model_type in _OR_WITHOUT_WINDOW and config.sliding_window is None
+    if config.model_type in _TURNED_OTHERWISE or not turns_all_layers:
         return None
     frequencies = getattr(rotary, "inv_freq", None)
-    if frequencies is None or 2 * len(frequencies) != key_value_shape(backbone.config)[2]:
+    if frequencies is None or 2 * len(frequencies) != key_value_shape(config)[2]:
         return None
     return frequencies.float().clone()
-
-
-def _turns_all_layers(config: Any) -> bool:
-    if 0 in (getattr(config, "no_rope_layers", None) or ()):
-        return False
-    bases = set(getattr(config, "layer_rope_theta", None) or (1.0,))
-    if len(bases) > 1 or not all(bases):
-        return False
-    if config.model_type not in _TURN_IN_WINDOWS or "full_attention" not in config.layer_types:
-        return True
-    return config.model_type in _OR_WITHOUT_WINDOW and config.sliding_window is None
 
 
 def position_bytes(config: Any, dtype: torch.dtype) -> int:
@@ -3297,7 +3156,7 @@ class ReadSlots:
             return memory, texts
         names = [_row_digest(memory.rows(row), first) for row in range(memory.batch_size)]
         with self._lock:
-            versions = tuple(version(parameter) for parameter in self.backbone.parameters())
+            versions = weight_versions(self.backbone)
             if versions != self._versions:
                 self._rows, self._versions, self.nbytes = {}, versions, 0
             # Those in use become the last to go.
@@ -3602,6 +3461,33 @@ class CompressorPreTrainedModel(PreTrainedModel):
 
 # Pads for each token of a pass.
 _MOST_PADDING_OF_CHUNKS = 0.2
+Slots = Tensor | KeyValues
+
+
+@dataclass
+class Chunks:
+    """Contexts cut into chunks that are compressed independently, all in one batch."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    starts: Tensor
+    lengths: list[int]
+    chunks_per_row: int
+    inputs_embeds: Tensor | None = None
+
+    def take(self, rows: Sequence[int]) -> Chunks:
+        """Return some of the chunks without columns of pads alone; they are no longer those of whole contexts."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.input_ids.device)
+        lengths = [self.lengths[row] for row in rows]
+        tensors = {name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors = {name: value[:, : max(lengths)] if value.dim() > 1 else value for name, value in tensors.items()}
+        return replace(self, **tensors, lengths=lengths, chunks_per_row=1)
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether there are no pads."""
+        return min(self.lengths) == self.input_ids.shape[1]
 
 
 class CompressorBackbone(CompressorPreTrainedModel):
@@ -3617,7 +3503,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
     has_own_loss = False
     # Learned vectors in front of the slots of each chunk and behind them.
     marker_embeddings: Any
-    _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None
+    _fingerprint: tuple[tuple[Any, ...], str] | None = None
     # That of the stored weights, by that of the same weights as they were loaded.
     _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
 
@@ -3761,11 +3647,9 @@ class CompressorBackbone(CompressorPreTrainedModel):
             raise ValueError(f"the base reads a context whole, without `chunk_lengths`, got {context.passages}")
         rows = (context.input_ids, context.attention_mask, context.lengths)
         chunks = cut(*rows, config.chunk_size, layout, context.passages)
-        if config.encoder_limit is not None:
-            # Chunks count from 0 again, or on from the first one's first position.
-            in_row = max(context.lengths) + config.first_context_position
-            positions = max(chunks.lengths) if layout == "default" else in_row
-            check_context_length(config.get_encoder_config(), positions, config.chunk_size, config.has_chunks)
+        # Chunks count from 0 again, or on from the first one's first position.
+        in_row = max(context.lengths) + config.first_context_position
+        check_context_length(config, max(chunks.lengths) if layout == "default" else in_row)
         return chunks
 
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
@@ -3791,7 +3675,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
     @property
     def model_id(self) -> str:
         """The name that a memory must carry to be read by this model."""
-        versions = tuple(version(parameter) for parameter in self.parameters())
+        versions = weight_versions(self)
         if self._fingerprint is None or self._fingerprint[0] != versions:
             fingerprint = weights_fingerprint(self)
             self._fingerprint = (versions, self._stored_fingerprints.get(fingerprint, fingerprint))
@@ -3813,33 +3697,92 @@ def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> lis
     return [config.chunk_slots(n, r) if n else 0 for n, r in zip(lengths, ratios, strict=True)]
 
 
-class CompressorHead(CompressorPreTrainedModel):
-    """A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
+def cut(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    lengths: Sequence[int],
+    chunk_size: int | None,
+    layout: str,
+    passages: Sequence[Sequence[int]] | None = None,
+) -> Chunks:
+    """Cut contexts into chunks of `chunk_size` real tokens; the last one of a row, or of a passage, may be short."""
+    device, num_tokens = input_ids.device, input_ids.shape[1]
+    if any(length != num_tokens for length in lengths):
+        input_ids = right_padded(input_ids, attention_mask)
+    size = chunk_size or max(1, num_tokens)
+    passages = passages or [[length] for length in lengths]
+    rows = [[min(size, n - start) for n in row for start in range(0, n, size)] for row in passages]
+    chunks_per_row = max(1, max(map(len, rows)))
+    rows = [row + [0] * (chunks_per_row - len(row)) for row in rows]
+    in_chunks, of_chunks = torch.tensor(rows, device=device), [n for row in rows for n in row]
+    starts = (in_chunks.cumsum(dim=1) - in_chunks).reshape(-1)
+    mask = first_places(of_chunks, device)
+    position_ids = torch.arange(mask.shape[1], device=device).expand(mask.shape)
+    places = (position_ids + starts[:, None]).clamp(max=num_tokens - 1)
+    input_ids = input_ids.gather(1, places.reshape(len(rows), -1)).reshape(places.shape) * mask
+    if layout != "default":
+        position_ids = position_ids + starts[:, None] + 1
+    return Chunks(input_ids, mask, position_ids, starts, of_chunks, chunks_per_row)
 
-    model_class: type[CompressorBackbone] = CompressorBackbone
 
-    def __init_subclass__(cls, **kwargs: Any):
-        cls.config_class = cls.model_class.config_class
-        super().__init_subclass__(**kwargs)
+def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the mask `(len(counts), max(counts))` of so many left-aligned places in each row."""
+    places = torch.arange(max(counts), device=device)
+    return (places < torch.tensor(counts, device=device)[:, None]).long()
 
-    def __init__(self, config: Any):
-        super().__init__(config)
-        self.model = self.model_class(config)
 
-    @property
-    def model_id(self) -> str:
-        """See [`CompressorBackbone.model_id`]."""
-        return self.model.model_id
+def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
+    """Bring the slots of groups of chunks into the order of all chunks, with zeros for chunks in no group; `order` has
+    each chunk's place among those of all groups, or their number where it is in none."""
+    first = parts[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        return replace(first, **{name: gathered([vars(part)[name] for part in parts], order) for name in vars(first)})
+    if not isinstance(first, Tensor):
+        layers = [zip(*of_layer, strict=True) for of_layer in zip(*parts, strict=True)]
+        return tuple(tuple(gathered(states, order) for states in of_layer) for of_layer in layers)
+    width = max(part.shape[-2] for part in parts)
+    parts = [torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]
+    if sum(map(len, parts)) in order:
+        parts = [*parts, parts[0].new_zeros((1, *parts[0].shape[1:]))]
+    joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+    if list(order) == list(range(len(joined))):
+        return joined
+    return joined.index_select(0, torch.tensor(order, device=joined.device))
 
-    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
-        value = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
-        return getattr(self.generation_config, name, None) if value is None else value
 
-    def compress(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any
-    ) -> Any:
-        """Compress contexts into slots; see [`CompressorBackbone.compress`]."""
-        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
+def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Tensor) -> tuple[Tensor, list[int]]:
+    """Put vectors `(num_markers, hidden_size)` in front of the left-aligned slots of each chunk, and behind them."""
+    around = [markers.to(slots.dtype).expand(len(counts), -1, -1) for markers in (before, after)]
+    joined = torch.cat([around[0], slots[:, : max(counts)], around[1]], dim=1)
+    num_markers = len(before) + len(after)
+    totals = [count + num_markers if count else 0 for count in counts]
+    if min(counts) < max(counts):
+        mask = first_places(counts, slots.device)
+        marks = mask[:, :1].expand(-1, num_markers)
+        mask = torch.cat([marks[:, : len(before)], mask, marks[:, len(before) :]], dim=1)
+        joined = take_places(joined, mask.argsort(dim=1, stable=True, descending=True))
+    return joined, totals
+
+
+def join(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[Slots, Tensor]:
+    """Join the chunks' left-aligned slots row by row, without gaps."""
+    mask = first_places(counts, slots.device if isinstance(slots, Tensor) else slots[0][0].device)
+    pads = (mask == 0)[:, :, None]
+    num_slots = max(sum(counts[start : start + chunks_per_row]) for start in range(0, len(counts), chunks_per_row))
+    in_rows = mask.reshape(len(counts) // chunks_per_row, -1)
+    order = in_rows.argsort(dim=1, stable=True, descending=True)[:, :num_slots]
+    joined = []
+    for states in [slots] if isinstance(slots, Tensor) else [states for pair in slots for states in pair]:
+        states = states[..., : max(counts), :]
+        if min(counts) != max(counts):
+            states = states.masked_fill(pads if states.dim() == 3 else pads[:, None], 0)
+        if chunks_per_row > 1:
+            # `(batch_size, num_heads, chunks_per_row, slots_per_chunk, head_dim)`, or the same without heads.
+            chunks = states.unflatten(0, (-1, chunks_per_row)).movedim(1, -3)
+            states = take_places(chunks.flatten(-3, -2), order, dim=states.dim() - 2)
+        joined.append(states)
+    slots = joined[0] if isinstance(slots, Tensor) else tuple(zip(joined[::2], joined[1::2], strict=True))
+    return slots, in_rows.gather(1, order)
 
 
 # compressor/context_compression_qa.py
@@ -4319,10 +4262,6 @@ class CompressorModel(CompressorBackbone):
         """Paths of the encoder's maps that get no adapter although the configuration's targets name them."""
         return []
 
-    def encoder_states(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return last hidden states `(num_chunks, num_tokens, hidden_size)`; arguments as `encoder_outputs`."""
-        return self.encoder_outputs(*args, **kwargs).last_hidden_state
-
     def encoder_outputs(
         self,
         input_ids: Tensor | None = None,
@@ -4339,8 +4278,9 @@ class CompressorModel(CompressorBackbone):
         if cache is not None:
             kwargs[CACHE] = cache
         inputs |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
-        with self._adapter(self.encoder_backbone, ENCODER):
-            return run_backbone(self.encoder_backbone, **inputs, **kwargs)
+        backbone = self.encoder_backbone
+        with self._adapter(backbone, ENCODER):
+            return run_backbone(backbone, **inputs, **kwargs)
 
     # --- slots ---
 
@@ -4635,6 +4575,35 @@ class _TaskTokensAsBOS(LogitsProcessorList):
         return super().__call__(input_ids.masked_fill(input_ids >= scores.shape[-1], self.stand_in), scores, **kwargs)
 
 
+class CompressorHead(CompressorPreTrainedModel):
+    """A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
+
+    model_class: type[CompressorBackbone] = CompressorBackbone
+
+    def __init_subclass__(cls, **kwargs: Any):
+        cls.config_class = cls.model_class.config_class
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.model = self.model_class(config)
+
+    @property
+    def model_id(self) -> str:
+        """See [`CompressorBackbone.model_id`]."""
+        return self.model.model_id
+
+    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
+        value = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
+        return getattr(self.generation_config, name, None) if value is None else value
+
+    def compress(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any
+    ) -> Any:
+        """Compress contexts into slots; see [`CompressorBackbone.compress`]."""
+        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
+
+
 class CompressorForCausalLM(CompressorHead, GenerationMixin):
     r"""
     A compressor with the decoder's LM head: training loss and `generate`."""
@@ -4743,10 +4712,8 @@ class CompressorForCausalLM(CompressorHead, GenerationMixin):
         if attention_mask is None:
             attention_mask = self._mask_of_pads(question, kwargs)
         if attention_mask is not None:
-            rows = token_rows(question, attention_mask, needs_tokens=True)
-            measure_rows(rows)
-            attention_mask = rows.attention_mask
-            if not rows.is_full:
+            attention_mask = token_rows(question, attention_mask).attention_mask
+            if not bool(attention_mask.all()):
                 if size := self._setting("prefill_chunk_size", kwargs):
                     raise ValueError(f"`prefill_chunk_size` ({size}) needs questions of one length: leave it out")
                 if kwargs.get("position_ids") is not None:

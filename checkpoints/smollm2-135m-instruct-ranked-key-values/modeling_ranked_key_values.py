@@ -92,7 +92,7 @@ class RankedKeyValuesModel(HeadwiseModel):
         positions = (
             max(chunks.lengths) if inverse_frequencies(self.encoder_backbone) is not None else max(context.lengths)
         )
-        check_context_length(config.decoder_config, positions + self.first_slot_position, config.chunk_size)
+        check_context_length(config, positions + self.first_slot_position)
         is_long = [n > self._most_positions for n in context.lengths for _ in range(chunks.chunks_per_row)]
         if any(is_long):
             # No base reads farther than its positions: the chunks of these are read right behind the opening.
