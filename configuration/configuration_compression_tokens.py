@@ -21,6 +21,7 @@ class CompressionTokensConfig(CompressorConfig):
             whole.
         linear_after_encoder: Whether a learned map (hidden_size x hidden_size, the identity at the start) follows the
             encoder.
+        chunk_markers: Whether the encoder reads a learned vector in front of each chunk and one behind it.
         kwargs: fields of [`CompressorConfig`].
     """
 
@@ -34,10 +35,12 @@ class CompressionTokensConfig(CompressorConfig):
         decoder_lora: dict[str, Any] | str | None = "default",
         token_attention: str = "causal",
         linear_after_encoder: bool = True,
+        chunk_markers: bool = False,
         **kwargs: Any,
     ):
         self.token_attention = one_of("token_attention", token_attention, ("causal", "bidirectional"))
         self.linear_after_encoder = linear_after_encoder
+        self.chunk_markers = chunk_markers
         super().__init__(
             compression_ratios=compression_ratios,
             encoder_lora=lora_or(encoder_lora, {}),

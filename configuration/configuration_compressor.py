@@ -118,6 +118,8 @@ class CompressorConfig(PreTrainedConfig):
     has_encoder = True
     # Learned tokens that can stand behind a chunk; `None`: as many as it takes.
     num_memory_tokens: int | None = None
+    # Whether the encoder reads a learned vector in front of each chunk, and one between it and its memory tokens.
+    chunk_markers = False
     # Whether a context is compressed together with its question, so that a memory answers no other one.
     compresses_questions = False
     # Whether the method's own last map starts at zero with `embedding_residual`, in place of a map for that.
@@ -365,7 +367,8 @@ class CompressorConfig(PreTrainedConfig):
         embedding residual; a method adds those of its parts."""
         slots = self.chunk_slots(num_tokens, ratio) if self.embedding_residual and not self.maps_slots else 0
         total = linear_flops(slots, self.hidden_size, self.hidden_size)
-        return total + stack_flops(self.get_encoder_config(), num_tokens + self.chunk_memory_tokens(num_tokens, ratio))
+        appended = self.chunk_memory_tokens(num_tokens, ratio) + 2 * self.chunk_markers
+        return total + stack_flops(self.get_encoder_config(), num_tokens + appended)
 
     @property
     def markers_per_chunk(self) -> int:
@@ -406,4 +409,6 @@ class CompressorConfig(PreTrainedConfig):
         # Chunks start anew at 0, with memory tokens behind them; or they count on from 1, and memory tokens share the
         # positions of their chunk.
         in_row = num_tokens + self.first_context_position
-        return (longest_chunk + appended if self.position_layout == "default" else in_row) <= limit
+        return (
+            longest_chunk + appended + 2 * self.chunk_markers if self.position_layout == "default" else in_row
+        ) <= limit

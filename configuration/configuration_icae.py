@@ -14,13 +14,15 @@ class ICAEConfig(MemoryTokensConfig):
     Compression in Large Language Models" (EPL): `position_layout` is `"default"`, `"uniform"` or `"enhanced"`.
 
     Args:
+        chunk_markers: Whether the encoder reads a learned vector in front of each chunk and one behind it, as PISCO's
+            does <ENC> and EOS.
         kwargs: fields of [`MemoryTokensConfig`] and [`CompressorConfig`].
     """
 
     model_type = "icae_compressor"
 
-    def __init__(self, **kwargs: Any):
-        # A configuration class without an `__init__` would be made a dataclass.
+    def __init__(self, chunk_markers: bool = False, **kwargs: Any):
+        self.chunk_markers = chunk_markers
         super().__init__(**kwargs)
 
     @property

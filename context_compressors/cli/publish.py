@@ -122,7 +122,7 @@ def export_decoder(arguments: argparse.Namespace) -> None:
 
 @command(
     "convert",
-    "Convert a published checkpoint of ComprExIT, ICAE, 500xCompressor, AutoCompressor or LCLM.",
+    "Convert a checkpoint of ComprExIT, ICAE, 500xCompressor, AutoCompressor, LCLM, COCOM or PISCO.",
     argument("name", metavar="NAME", help="Hub id or folder of the checkpoint, or a file of its tensors"),
     argument("output", metavar="OUT", help="folder to write; it does not exist, or is empty"),
     argument("--base", metavar="MODEL", help="Hub id or folder of the language model, where the checkpoint lacks it"),

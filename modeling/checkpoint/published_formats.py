@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ..parts.text_ids import opening_ids
 from .base_weights import base_name
 from .checkpoint_card import is_hub_id
 from .pretrained_bases import base_place
@@ -41,7 +42,7 @@ class Format:
         marker: start of a tensor's name that no other format has.
         fields: the method's fields, of configuration and tensors.
         names: patterns of tensors, and their names here; `None` for those that this package does not need.
-        prepare: splits and reshapes tensors first.
+        prepare: splits and reshapes tensors first, given the configuration.
         base: prefix of the base's own tensors in the checkpoint, beside the configuration field that describes the
             base ("" for the whole configuration); `None` where the base is another repository.
         license: of the weights, as the Hub writes it; `None` where its own card or the base's names it.
@@ -51,7 +52,7 @@ class Format:
     marker: str
     fields: Callable[[Mapping[str, Any], Tensors], dict[str, Any]]
     names: Sequence[tuple[str, str | None]]
-    prepare: Callable[[Tensors], Tensors] = lambda tensors: tensors
+    prepare: Callable[[Mapping[str, Any], Tensors], Tensors] = lambda config, tensors: tensors
     base: tuple[str, str] | None = None
     license: str | None = None
 
@@ -135,7 +136,7 @@ def _icae_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
     return {**fields, "encoder_lora": _lora(tensors, 32.0)}
 
 
-def _icae_tokens(tensors: Tensors) -> Tensors:
+def _icae_tokens(config: Mapping[str, Any], tensors: Tensors) -> Tensors:
     """The table has memory tokens, then [AE], [LM] and [FT], which a fine-tuned checkpoint puts before questions."""
     table = tensors.pop("memory_token_embed.weight")
     return {**tensors, "memory_embeddings": table[:-3], "task_embeddings": table[[-3, -1]]}
@@ -156,7 +157,7 @@ def _500x_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
     }
 
 
-def _500x_tensors(tensors: Tensors) -> Tensors:
+def _500x_tensors(config: Mapping[str, Any], tensors: Tensors) -> Tensors:
     """The query map of the last layer bears on no key or value."""
     last = max(int(match[1]) for name in tensors if (match := re.search(r"\.layers\.(\d+)\.", name)))
     idle = re.compile(rf"\.layers\.{last}\.self_attn\.(?!k_proj|v_proj)")
@@ -196,6 +197,54 @@ def _lclm_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
     }
 
 
+# --- COCOM and PISCO, huggingface.co/naver ---
+
+
+def _naver_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
+    _check(config, compr_model_name=None, lora=True)
+    adapter, prompt = {**_lora(tensors, 2.0 * config["lora_r"]), "dropout": 0.1}, "[INST]{question}\n[/INST]\n"
+    own: dict[str, Any] = {"linear_after_encoder": False, "shared_adapter": True, "bos_before_slots": True}
+    if "doc_max_length" in config:
+        _check(config, training_form="both_separately", different_mem_tokens=True, kbtc_training=False)
+        own = {"memory_tokens": "fixed", "task_token_ids": {}, "prompt_format": "chat"}
+        own["slots_after_ids"] = opening_ids(AutoTokenizer.from_pretrained(config["decoder_model_name"]))
+        prompt = "Question:{question}"
+    return {
+        "compression_ratios": (config["compr_rate"],),
+        "chunk_size": config.get("doc_max_length", 128),
+        "encoder_lora": adapter,
+        "decoder_lora": adapter,
+        "slot_markers": {"after": int(config["sep"])},
+        "chunk_markers": True,
+        "prompts": {"question_answering": prompt},
+        **own,
+    }
+
+
+def _naver_tensors(config: Mapping[str, Any], tensors: Tensors) -> Tensors:
+    """The tables end with memory tokens, <AE>, <ENC> and <SEP>; the encoder reads <ENC>, BOS, text and EOS."""
+    num_added = 3 + (config["doc_max_length"] // config["compr_rate"] if "doc_max_length" in config else 1)
+    tables = {name: t for name, t in tensors.items() if name.endswith(("embed_tokens.weight", "lm_head.weight"))}
+    rows = next(table for name, table in tables.items() if "embed_tokens" in name)
+    eos = AutoTokenizer.from_pretrained(config["decoder_model_name"]).eos_token_id
+    own = {"memory_embeddings": rows[-num_added:-3], "chunk_marker_embeddings": rows[[-2, eos]]}
+    own |= {"marker_embeddings": rows[-1:]} if config["sep"] else {}
+    return {**tensors, **own, **{name: table[:-num_added] for name, table in tables.items()}}
+
+
+_NAVER_NAMES = [
+    (r"((?:memory|chunk_marker|marker)_embeddings)", r"model.\1"),
+    (rf"decoder\.base_model\.model\.model\.{_LORA}", r"model.language_model.\1.lora_\2.shared.weight"),
+    (
+        r"(en|de)coder_adapter\.model\.(layers\..*)\.lora_([AB])\.weight",
+        r"model.language_model.\2.lora_\3.\1coder.weight",
+    ),
+    (r"(?:decoder\.base_model\.model\.)?model\.(.+)", r"model.language_model.\1"),
+    (r"(?:decoder\.base_model\.model\.)?(lm_head\.weight)", r"\1"),
+]
+# The license is that of the cards' texts; PISCO's metadata leave the NC out.
+_NAVER: Any = {"fields": _naver_fields, "names": _NAVER_NAMES, "prepare": _naver_tensors, "license": "cc-by-nc-4.0"}
+
 FORMATS: dict[str, Format] = {
     "comprexit": Format(
         method="comprexit",
@@ -203,7 +252,7 @@ FORMATS: dict[str, Format] = {
         fields=_comprexit_fields,
         names=_COMPREXIT_NAMES,
         # The frozen base is stored under one of two names.
-        prepare=lambda tensors: {key.replace("compressor.backbone.", "lm.model."): t for key, t in tensors.items()},
+        prepare=lambda _, tensors: {key.replace("compressor.backbone.", "lm.model."): t for key, t in tensors.items()},
         base=("lm.", "backbone_config_dict"),
         license="llama3.2",
     ),
@@ -217,7 +266,7 @@ FORMATS: dict[str, Format] = {
             # The frozen base once more, and a token of reconstruction that training did not use.
             (r"compressor\.base_model\.model\.backbone\.(?!.*lora_).+|ae_embedding", None),
         ],
-        prepare=lambda tensors: {**tensors, "memory_embeddings": tensors["memory_embeddings"][0]},
+        prepare=lambda _, tensors: {**tensors, "memory_embeddings": tensors["memory_embeddings"][0]},
         base=("lm.", "backbone_config_dict"),
         license="llama3.2",
     ),
@@ -259,6 +308,8 @@ FORMATS: dict[str, Format] = {
             (r"fc2\.(.+)", r"model.slot_mlp.3.\1"),
         ],
     ),
+    "cocom": Format("compression_tokens", "decoder.base_model.model.", **_NAVER),
+    "pisco": Format("icae", "decoder_adapter.", **_NAVER),
 }
 
 
@@ -268,7 +319,7 @@ def convert(name: str, output: str | Path, base: str | None = None) -> str:
     Args:
         name: Hub id or folder, or a single file of tensors.
         output: folder to write; it does not exist, or is empty.
-        base: Hub id or folder of the language model, for checkpoints that lack it.
+        base: Hub id or folder of the language model, for checkpoints that lack it; COCOM's and PISCO's name theirs.
 
     Returns:
         The format's name.
@@ -291,7 +342,9 @@ def convert(name: str, output: str | Path, base: str | None = None) -> str:
     if format_name is None:
         raise ValueError(f"{name} is in none of the known formats, {', '.join(FORMATS)}")
     form = FORMATS[format_name]
-    tensors = form.prepare(tensors)
+    if "decoder_model_name" in config:
+        base = config["decoder_model_name"] = str(base_place(base or config["decoder_model_name"]))
+    tensors = form.prepare(config, tensors)
     renamed, others = _renamed(tensors, form)
     if others and form.base is None:
         raise ValueError(f"{name} has {len(others)} unknown tensors, the first is {min(others)!r}")
@@ -318,16 +371,19 @@ def _read(place: Path) -> tuple[dict[str, Any], Tensors]:
     described = [file for name in ("model_config.json", "config.json") if (file := place / name).is_file()]
     config = json.loads(described[0].read_text(encoding="utf-8")) if described else {}
     folder = place / "adapter" if (place / "adapter").is_dir() else place
-    files = sorted(folder.glob("*.safetensors")) or sorted(
-        file for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern)
-    )
+    # A folder of PISCO may also hold the weights of an earlier version.
+    whole = [] if (folder / "adapters.pth").is_file() else sorted(folder.glob("*.safetensors"))
+    files = whole or sorted(file for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     return config, {key: tensor for file in files for key, tensor in _tensors_of(file).items()}
 
 
 def _tensors_of(file: Path) -> Tensors:
     if file.suffix == ".safetensors":
         return load_file(file)
-    return torch.load(file, map_location="cpu", weights_only=True)
+    tensors = {}
+    for key, value in torch.load(file, map_location="cpu", weights_only=True).items():
+        tensors |= {key: value} if isinstance(value, Tensor) else {f"{key}.{name}": t for name, t in value.items()}
+    return tensors
 
 
 def _renamed(tensors: Tensors, form: Format) -> tuple[Tensors, Tensors]:
@@ -377,8 +433,13 @@ def _base_folder(
 
 @torch.no_grad()
 def _take(model: Any, tensors: Tensors, name: str) -> None:
-    """Give a compressor's own parameters their values; `ValueError` unless each has one of its shape."""
+    """Give a compressor's own parameters their values; `ValueError` unless each has one, and the base has its own."""
     own = {key: parameter for key, parameter in model.named_parameters() if base_name(key) is None}
+    base = {key: parameter for key, parameter in model.named_parameters() if key not in own and key in tensors}
+    for key, parameter in base.items():
+        tensor = tensors.pop(key).to(parameter.dtype)
+        if not torch.equal(tensor, parameter[: len(tensor)]):
+            raise ValueError(f"{key} of {name} must have the base's values: adapters alone are converted")
     if unlike := sorted(own.keys() ^ tensors.keys()):
         what = "lacks" if unlike[0] in own else "has more than the method needs:"
         raise ValueError(f"{name} {what} {unlike[0]!r}, and {len(unlike) - 1} more tensors differ")

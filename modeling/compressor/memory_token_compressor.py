@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..parts.base_pass import PAIRWISE_MASKS, embedding_scale, mask_for
 from ..parts.packing import PackedSequence, pack, reads_falling_ids_as_packed, take_places
 from ..parts.pooling import pooled_embeddings
 from ..parts.position_layout import encoder_memory_ids
-from .backbone import Chunks, Slots, first_places, slot_counts
+from .backbone import Chunks, Slots, first_places, slot_counts, with_markers
 from .modeling_compressor import CompressorModel
 from .validation import check_context_length
 
@@ -85,7 +85,7 @@ class MemoryTokenModel(CompressorModel):
         config ([`CompressorConfig`]): the configuration; one token is learned where `num_memory_tokens` is `None`.
     """
 
-    method_parts: tuple[str, ...] = ("memory_embeddings",)
+    method_parts: tuple[str, ...] = ("memory_embeddings", "chunk_marker_embeddings")
     slot_origin = "attention"
     # Whether a memory token sees the ones behind it, too.
     has_bidirectional_memory = False
@@ -93,12 +93,18 @@ class MemoryTokenModel(CompressorModel):
     def __init__(self, config: Any):
         super().__init__(config)
         count = 1 if config.num_memory_tokens is None else config.num_memory_tokens
-        self.memory_embeddings = nn.Parameter(torch.zeros(count, config.get_encoder_config().hidden_size))
+        width = config.get_encoder_config().hidden_size
+        self.memory_embeddings = nn.Parameter(torch.zeros(count, width))
+        if config.chunk_markers and config.position_layout != "default":
+            raise ValueError(f"`chunk_markers` need `position_layout='default'`, got {config.position_layout!r}")
+        self.chunk_marker_embeddings = nn.Parameter(torch.zeros(2, width)) if config.chunk_markers else None
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if module is self:
             self.start_memory_tokens(self.memory_embeddings)
+            if self.chunk_marker_embeddings is not None:
+                self._init_like_embeddings(self.chunk_marker_embeddings, self.encoder_backbone)
 
     def start_memory_tokens(self, tokens: nn.Parameter) -> None:
         """Give the memory tokens the start values of `memory_start`; a repeated one is the mean of the embedding
@@ -154,9 +160,20 @@ class MemoryTokenModel(CompressorModel):
         are_nested = not (self.has_bidirectional_memory or self.adds_pooled_embeddings)
         are_nested = are_nested and self.config.position_layout == "default"
         counts = [slot_counts(self.config, chunks.lengths, ratio) for ratio in ratios]
+        chunks = self._with_markers(chunks)
         is_together = are_nested or self.encoder_backbone.config._attn_implementation in PAIRWISE_MASKS
         for places in [slice(None)] if is_together else [slice(i, i + 1) for i in range(len(counts))]:
             yield self._joined_rows(chunks, counts[places], ratios[places], are_nested)
+
+    def _with_markers(self, chunks: Chunks) -> Chunks:
+        if self.chunk_marker_embeddings is None:
+            return chunks
+        embeddings = self.encoder_backbone.get_input_embeddings()(chunks.input_ids)
+        embeddings, lengths = with_markers(embeddings, chunks.lengths, *self.chunk_marker_embeddings.split(1))
+        mask = first_places(lengths, embeddings.device)
+        places = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+        inputs = {"inputs_embeds": embeddings, "attention_mask": mask, "position_ids": places}
+        return replace(chunks, **inputs, lengths=lengths)
 
     def _joined_rows(
         self, chunks: Chunks, counts: Sequence[Sequence[int]], ratios: Sequence[int | Tensor], are_nested: bool

@@ -2,11 +2,12 @@
 """Tiny checkpoints in the form of each other code base, and a plain reading of their authors' equations."""
 
 import json
+import re
 
 import huggingface_hub
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_bases import base_config, ids_of
 from tiny_tokenizer import train_tokenizer
 from torch.nn.functional import gelu, layer_norm, linear, normalize
@@ -29,6 +30,7 @@ def base(tmp_path_factory, tokenizer):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("base")
     LlamaForCausalLM(base_config(attn_implementation="eager")).save_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}<|begin|>{{ m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -59,10 +61,10 @@ def adapted(base, tensors, prefix, scale):
     return model.model
 
 
-def states(model, ids, tokens):
-    """States and cache of a text and of vectors behind it."""
-    embeddings = torch.cat([model.embed_tokens(ids), tokens[None].to(ids.device)], dim=1)
-    return model(inputs_embeds=embeddings, use_cache=True)
+def states(model, ids, tokens, in_front=False):
+    """States and cache of a text and of vectors behind it or in front of it."""
+    parts = [model.embed_tokens(ids), tokens[None]]
+    return model(inputs_embeds=torch.cat(parts[::-1] if in_front else parts, dim=1), use_cache=True)
 
 
 def write(folder, tensors, config=None, file="model.safetensors"):
@@ -223,7 +225,52 @@ def lclm(base, folder, tokenizer):
     return folder, slots, {}
 
 
-FORMS = [comprexit, comprexit_icae, icae, five_hundred_x, autocompressor, lclm]
+def naver_tables(base, rows, prefix=""):
+    names = [f"{prefix}{name}.weight" for name in ("model.embed_tokens", "lm_head")]
+    return {name: torch.cat([tensor, rows]) for name, tensor in of_base(base, prefix).items() if name in names}
+
+
+def naver_slots(encoder, ids, tokenizer, rows, memory_tokens):
+    """<ENC>, text, EOS and memory tokens, whose last states stand in front of <SEP>; `rows` end with both."""
+    table = encoder.embed_tokens.weight
+    embeddings = torch.cat([rows[[-2]], table[ids[0]], table[[tokenizer.eos_token_id]], memory_tokens])
+    found = encoder(inputs_embeds=embeddings[None]).last_hidden_state[0, -len(memory_tokens) :]
+    return torch.cat([found, rows[[-1]]])
+
+
+def cocom(base, folder, tokenizer):
+    prefix, rows = "decoder.base_model.model.", drawn(1 + 3, WIDTH)
+    adapter = lora(f"{prefix}model.")
+    config = {"compr_model_name": None, "compr_rate": 4, "lora": True, "lora_r": 4, "sep": True}
+    config |= {"model_type": "COCOM", "decoder_model_name": str(base), "training_form": "both"}
+    maps = re.compile(r"([qv]_proj)\.weight")
+    tensors = of_base(base, prefix) | naver_tables(base, rows, prefix)
+    write(folder, {maps.sub(r"\1.base_layer.weight", name): t for name, t in tensors.items()} | adapter, config)
+
+    def slots(ids):
+        memory_tokens = rows[:1].expand(-(-ids.shape[1] // 4), -1)
+        return naver_slots(adapted(base, adapter, f"{prefix}model.", 2), ids, tokenizer, rows, memory_tokens)
+
+    return folder, slots, {}
+
+
+def pisco(base, folder, tokenizer):
+    rows, adapters = drawn(NUM_SLOTS + 3, WIDTH), {name: lora("model.") for name in ("encoder", "decoder")}
+    named = {f"{side}_adapter": {n.replace(".default", ""): t for n, t in a.items()} for side, a in adapters.items()}
+    config = {"compr_model_name": None, "compr_rate": 4, "lora": True, "lora_r": 4, "sep": True, "doc_max_length": 16}
+    config |= {"decoder_model_name": "gone", "training_form": "both_separately", "different_mem_tokens": True}
+    write(folder, named, config, "adapters.pth")
+    write(folder, naver_tables(base, rows), file="decoder_first_last_layers.pth")
+    write(folder, {"weights": drawn(2)})
+
+    def slots(ids):
+        encoder = adapted(base, adapters["encoder"], "model.", 2)
+        return naver_slots(encoder, ids, tokenizer, rows, rows[:NUM_SLOTS])
+
+    return folder, slots, {"base": str(base)}
+
+
+FORMS = [comprexit, comprexit_icae, icae, five_hundred_x, autocompressor, lclm, cocom, pisco]
 
 
 @pytest.mark.slow
@@ -264,3 +311,28 @@ def test_unknown_and_missing_tensors_are_refused_by_name(base, tokenizer, tmp_pa
         write(place.parent, changed, file=place.name)
         with pytest.raises(ValueError, match=message):
             convert(str(place), tmp_path / "out", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [cocom, pisco], ids=lambda form: form.__name__)
+@torch.no_grad()
+def test_a_converted_decoder_reads_with_the_authors_adapter_on_the_authors_base(form, base, tokenizer, tmp_path):
+    place, _, options = form(base, tmp_path / "published", tokenizer)
+    convert(str(place), tmp_path / "out", **options)
+    model, text = load(tmp_path / "out"), ids_of(5, seed=1, most=100)
+    memory = model.compress(ids_of(14, most=100))
+    if form is cocom:
+        tensors, prefix = load_file(place / "model.safetensors"), "decoder.base_model.model.model."
+    else:
+        tensors, prefix = torch.load(place / "adapters.pth")["decoder_adapter"], "model."
+    expected = states(adapted(base, tensors, prefix, 2), text, memory.embeddings[0], in_front=True)
+    read = model.model(text, memory=memory).last_hidden_state
+    torch.testing.assert_close(read, expected.last_hidden_state[:, -5:], atol=1e-4, rtol=1e-4)
+    LlamaForCausalLM(base_config()).save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="must have the base's values"):
+        convert(str(place), tmp_path / "refused", base=str(tmp_path / "other"))
+    config = (place / "config.json").read_text()
+    (place / "config.json").write_text(config.replace('"compr_model_name": null', '"compr_model_name": "bert"'))
+    with pytest.raises(ValueError, match="compr_model_name of the checkpoint must be None, got 'bert'"):
+        convert(str(place), tmp_path / "refused", **options)

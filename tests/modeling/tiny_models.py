@@ -92,7 +92,7 @@ METHODS = [
             "bidirectional_enhanced": {"token_attention": "bidirectional", "position_layout": "enhanced"},
             # COCOM.
             "shared_adapter": {
-                **{"linear_after_encoder": False, "shared_adapter": True},
+                **{"linear_after_encoder": False, "shared_adapter": True, "chunk_markers": True},
                 **{"chunk_size": 5, "slot_markers": {"before": 1, "after": 1}},
             },
             "fixed_encoder": {"encoder_lora": None},
@@ -112,7 +112,7 @@ METHODS = [
             "separator": {
                 "chunk_size": 6,
                 "memory_tokens": "fixed",
-                "task_token_ids": {},
+                **{"task_token_ids": {}, "chunk_markers": True},
                 "slot_markers": {"after": 1},
                 "encoder_lora": SMALL_LORA,
                 "decoder_lora": SMALL_LORA,
