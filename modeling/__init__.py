@@ -6,13 +6,14 @@ import os
 from typing import Any
 
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from ..configuration.configuration_compressor import QUESTION_ANSWERING
 from ..configuration.methods import METHODS, config_class
 from ..configuration.nearest_names import check_choice
 from .compressor.context_compression_qa import ContextCompressionQAPipeline
+from .text_compressor import TextCompressionPipeline
 
 for _config_class in map(config_class, METHODS):
     for _auto_class, _place in _config_class.auto_classes().items():
@@ -52,4 +53,7 @@ def from_base(base: str | os.PathLike, *, method: str, **arguments: Any) -> Any:
 # For models that are loaded already; a checkpoint's folder brings its own.
 PIPELINE_REGISTRY.register_pipeline(
     QUESTION_ANSWERING, ContextCompressionQAPipeline, pt_model=AutoModelForCausalLM, type="text"
+)
+PIPELINE_REGISTRY.register_pipeline(
+    "text-compression", TextCompressionPipeline, pt_model=AutoModelForTokenClassification, type="text"
 )

@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForTokenClassification, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    TokenClassificationPipeline,
+)
 
 # Tokens that neighbouring windows of a long text share.
 _OVERLAP = 64
@@ -30,6 +35,14 @@ _SENTENCE_END = re.compile(
     r"(?<!\b[A-Z]\.)(?<!\b(?:Mr|Ms|Dr|St|Jr|Sr|No|vs|cf)\.)(?<!\b(?:Mrs|Gen|Col|Rev|Hon)\.)(?<!\bProf\.)"
     r"(?<=[.!?])[\"'”’)\]]*(?=\s)|(?<=[。！？])[”’」』）]*(?![。！？”’」』）])|(?=\n)"
 )
+
+
+class TextCompressionPipeline(TokenClassificationPipeline):
+    """A pipeline of token classification that compresses texts: `pipeline("text-compression", model=...)`."""
+
+    def compress_text(self, text: str, ratio: float = 2.0, **options: Any) -> str:
+        """Return the sentences of a text with the highest scores; see [`TextCompressor.compress_text`]."""
+        return TextCompressor(self.model, self.tokenizer).compress_text(text, ratio, **options)
 
 
 class TextCompressor:
@@ -136,7 +149,7 @@ class TextCompressor:
         names = ["input_ids", "attention_mask"]
         sizes = {name: {0: "batch_size", 1: "num_tokens"} for name in [*names, "logits"]}
         torch.onnx.export(
-            _Logits(self.model).eval(),
+            self.model,
             (example, torch.ones_like(example)),
             str(file),
             input_names=names,
@@ -144,17 +157,6 @@ class TextCompressor:
             dynamic_axes=sizes,
             dynamo=False,
         )
-
-
-class _Logits(torch.nn.Module):
-    """A classifier that returns its logits alone."""
-
-    def __init__(self, model: Any):
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.model(input_ids=input_ids, attention_mask=attention_mask).logits
 
 
 def opening(tokenizer: PreTrainedTokenizerBase, question_ids: Sequence[int]) -> list[int]:

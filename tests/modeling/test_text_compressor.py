@@ -166,3 +166,5 @@ def test_the_stock_pipeline_has_the_same_scores(compressor, folder, question):
     ids, asked = (compressor.tokenizer(part or "", add_special_tokens=False)["input_ids"] for part in (text, question))
     wanted = compressor._token_scores(ids, asked).tolist()
     torch.testing.assert_close(wanted, odds[-len(ids) :], atol=1e-4, rtol=1e-4)
+    pipe = pipeline("text-compression", model=str(folder))
+    assert pipe.compress_text(TEXT, 3, question=question) == compressor.compress_text(TEXT, 3, question=question)
