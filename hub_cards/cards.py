@@ -97,8 +97,6 @@ def write_card(
 
     folder = Path(folder)
     config = AutoConfig.from_pretrained(folder)
-    if not isinstance(config, CompressorConfig):
-        raise ValueError(f"a card is of a compressor, and {folder} has a model of type {config.model_type!r}")
     loaded = [report if isinstance(report, EvaluationReport) else EvaluationReport.load(report) for report in reports]
     for name in ("model", "num_parameters", "bounds"):
         if len(values := list(dict.fromkeys(vars(report)[name] for report in loaded))) > 1:
@@ -308,10 +306,8 @@ def _training(folder: Path) -> tuple[str, list[str]]:
         steps, seed, device = summary["steps"], summary["seed"], summary["device"]
     except (OSError, KeyError, ValueError) as error:
         raise ValueError(f"{summary_file} is not the summary of a training run: {error!r}") from error
-    entries = read_yaml(own_recipe).get("sources")
-    if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{own_recipe} has no list of sources: a card names what the checkpoint was trained on")
-    rows, earlier = (list(map(_data_row, each)) for each in (entries, summary.get("earlier_sources", [])))
+    sources = read_yaml(own_recipe)["sources"], summary.get("earlier_sources", [])
+    rows, earlier = (list(map(_data_row, each)) for each in sources)
     # What a later stage has trained on in the same way is named once.
     rows += [(*row[:2], f"earlier: {row[2]}", row[3]) for row in dict.fromkeys(earlier) if row not in rows]
     if unknown := [title for title, license_, *_ in rows if license_ == _NOT_STATED]:

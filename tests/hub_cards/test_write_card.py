@@ -164,7 +164,6 @@ def test_a_card_says_what_its_scores_must_not_be_read_without(root, report):
 def test_a_wrong_file_is_refused(root, tmp_path):
     for name, content, message in (
         ("training_summary.json", "{}", "not the summary of a training run: KeyError"),
-        ("recipe.yaml", "seed: 1", "has no list of sources"),
         ("recipe.yaml", "sources: [{path: a.parquet, task: [reconstruction]}]", "did you mean 'tasks'"),
     ):
         for file in ("config.json", "recipe.yaml", "training_summary.json"):
@@ -181,7 +180,6 @@ def test_wrong_arguments_are_refused(root, report):
         (compressor, [compressor / "recipe.yaml"], "is not an evaluation report"),
         (compressor, [report, replace(report, model="other", rows=[])], r"same model, got \['compressor', 'other'\]"),
         (compressor, [replace(report, rows=without)], "no compression ratio, but the checkpoint is a compressor"),
-        (root / "base", [], "a card is of a compressor, and .* has a model of type 'llama'"),
     ):
         with pytest.raises(ValueError, match=message):
             write_card(folder, reports, LIMITS)
