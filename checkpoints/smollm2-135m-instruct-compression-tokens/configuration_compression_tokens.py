@@ -198,6 +198,8 @@ class CompressorConfig(PreTrainedConfig):
     has_encoder = True
     # Learned tokens that can stand behind a chunk; `None`: as many as it takes.
     num_memory_tokens: int | None = None
+    # Whether the encoder reads a learned vector in front of each chunk, and one between it and its memory tokens.
+    chunk_markers = False
     # Whether a context is compressed together with its question, so that a memory answers no other one.
     compresses_questions = False
     # Whether the method's own last map starts at zero with `embedding_residual`, in place of a map for that.
@@ -432,6 +434,7 @@ class CompressionTokensConfig(CompressorConfig):
             whole.
         linear_after_encoder: Whether a learned map (hidden_size x hidden_size, the identity at the start) follows the
             encoder.
+        chunk_markers: Whether the encoder reads a learned vector in front of each chunk and one behind it.
         kwargs: fields of [`CompressorConfig`].
     """
 
@@ -445,10 +448,12 @@ class CompressionTokensConfig(CompressorConfig):
         decoder_lora: dict[str, Any] | str | None = "default",
         token_attention: str = "causal",
         linear_after_encoder: bool = True,
+        chunk_markers: bool = False,
         **kwargs: Any,
     ):
         self.token_attention = one_of("token_attention", token_attention, ("causal", "bidirectional"))
         self.linear_after_encoder = linear_after_encoder
+        self.chunk_markers = chunk_markers
         super().__init__(
             compression_ratios=compression_ratios,
             encoder_lora=lora_or(encoder_lora, {}),

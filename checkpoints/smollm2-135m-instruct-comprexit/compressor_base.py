@@ -3762,7 +3762,7 @@ class Chunks:
     @property
     def is_full(self) -> bool:
         """Return whether there are no pads."""
-        return min(self.lengths) == self.input_ids.shape[1]
+        return min(self.lengths) == self.attention_mask.shape[1]
 
 
 class CompressorBackbone(CompressorPreTrainedModel):

@@ -3380,7 +3380,7 @@ class Chunks:
     @property
     def is_full(self) -> bool:
         """Return whether there are no pads."""
-        return min(self.lengths) == self.input_ids.shape[1]
+        return min(self.lengths) == self.attention_mask.shape[1]
 
 
 class CompressorBackbone(CompressorPreTrainedModel):
@@ -4723,7 +4723,7 @@ class MemoryTokenModel(CompressorModel):
     A compressor whose encoder reads `[S(i); M(i)]`: the context of a chunk, then learned memory tokens, the same for
     all chunks (EPL, equation 1 and section 3.1.1). A method says what of them is the memory (`read_memory`)."""
 
-    method_parts: tuple[str, ...] = ("memory_embeddings",)
+    method_parts: tuple[str, ...] = ("memory_embeddings", "chunk_marker_embeddings")
     slot_origin = "attention"
     # Whether a memory token sees the ones behind it, too.
     has_bidirectional_memory = False
@@ -4731,12 +4731,18 @@ class MemoryTokenModel(CompressorModel):
     def __init__(self, config: Any):
         super().__init__(config)
         count = 1 if config.num_memory_tokens is None else config.num_memory_tokens
-        self.memory_embeddings = nn.Parameter(torch.zeros(count, config.get_encoder_config().hidden_size))
+        width = config.get_encoder_config().hidden_size
+        self.memory_embeddings = nn.Parameter(torch.zeros(count, width))
+        if config.chunk_markers and config.position_layout != "default":
+            raise ValueError(f"`chunk_markers` need `position_layout='default'`, got {config.position_layout!r}")
+        self.chunk_marker_embeddings = nn.Parameter(torch.zeros(2, width)) if config.chunk_markers else None
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if module is self:
             self.start_memory_tokens(self.memory_embeddings)
+            if self.chunk_marker_embeddings is not None:
+                self._init_like_embeddings(self.chunk_marker_embeddings, self.encoder_backbone)
 
     def start_memory_tokens(self, tokens: nn.Parameter) -> None:
         """Give the memory tokens the start values of `memory_start`; a repeated one is the mean of the embedding
@@ -4787,9 +4793,20 @@ class MemoryTokenModel(CompressorModel):
         are_nested = not (self.has_bidirectional_memory or self.adds_pooled_embeddings)
         are_nested = are_nested and self.config.position_layout == "default"
         counts = [slot_counts(self.config, chunks.lengths, ratio) for ratio in ratios]
+        chunks = self._with_markers(chunks)
         is_together = are_nested or self.encoder_backbone.config._attn_implementation in PAIRWISE_MASKS
         for places in [slice(None)] if is_together else [slice(i, i + 1) for i in range(len(counts))]:
             yield self._joined_rows(chunks, counts[places], ratios[places], are_nested)
+
+    def _with_markers(self, chunks: Chunks) -> Chunks:
+        if self.chunk_marker_embeddings is None:
+            return chunks
+        embeddings = self.encoder_backbone.get_input_embeddings()(chunks.input_ids)
+        embeddings, lengths = with_markers(embeddings, chunks.lengths, *self.chunk_marker_embeddings.split(1))
+        mask = first_places(lengths, embeddings.device)
+        places = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+        inputs = {"inputs_embeds": embeddings, "attention_mask": mask, "position_ids": places}
+        return replace(chunks, **inputs, lengths=lengths)
 
     def _joined_rows(
         self, chunks: Chunks, counts: Sequence[Sequence[int]], ratios: Sequence[int | Tensor], are_nested: bool

@@ -198,6 +198,8 @@ class CompressorConfig(PreTrainedConfig):
     has_encoder = True
     # Learned tokens that can stand behind a chunk; `None`: as many as it takes.
     num_memory_tokens: int | None = None
+    # Whether the encoder reads a learned vector in front of each chunk, and one between it and its memory tokens.
+    chunk_markers = False
     # Whether a context is compressed together with its question, so that a memory answers no other one.
     compresses_questions = False
     # Whether the method's own last map starts at zero with `embedding_residual`, in place of a map for that.
@@ -479,11 +481,13 @@ class ICAEConfig(MemoryTokensConfig):
     Compression in Large Language Models" (EPL): `position_layout` is `"default"`, `"uniform"` or `"enhanced"`.
 
     Args:
+        chunk_markers: Whether the encoder reads a learned vector in front of each chunk and one behind it, as PISCO's
+            does <ENC> and EOS.
         kwargs: fields of [`MemoryTokensConfig`] and [`CompressorConfig`].
     """
 
     model_type = "icae_compressor"
 
-    def __init__(self, **kwargs: Any):
-        # A configuration class without an `__init__` would be made a dataclass.
+    def __init__(self, chunk_markers: bool = False, **kwargs: Any):
+        self.chunk_markers = chunk_markers
         super().__init__(**kwargs)

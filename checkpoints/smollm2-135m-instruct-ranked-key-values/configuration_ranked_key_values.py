@@ -205,6 +205,8 @@ class CompressorConfig(PreTrainedConfig):
     has_encoder = True
     # Learned tokens that can stand behind a chunk; `None`: as many as it takes.
     num_memory_tokens: int | None = None
+    # Whether the encoder reads a learned vector in front of each chunk, and one between it and its memory tokens.
+    chunk_markers = False
     # Whether a context is compressed together with its question, so that a memory answers no other one.
     compresses_questions = False
     # Whether the method's own last map starts at zero with `embedding_residual`, in place of a map for that.
