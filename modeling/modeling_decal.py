@@ -26,8 +26,7 @@ from transformers.models.t5.modeling_t5 import T5Attention, T5ForConditionalGene
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_decal import DeCALConfig
-from .compressor.backbone import Chunks, CompressorBackbone
-from .compressor.causal_lm import CompressorHead
+from .compressor.backbone import Chunks, CompressorBackbone, CompressorHead
 from .compressor.pretrained_compressor import CompressorPreTrainedModel
 from .compressor.question_conditioning import (
     check_question,

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize, pad
 from transformers.modeling_outputs import ModelOutput
 
 from ..configuration.configuration_decal import DeCALConfig
-from .compressor.causal_lm import CompressorHead
+from .compressor.backbone import CompressorHead
 from .modeling_decal import DeCALModel, DeCALPreTrainedModel
 
 

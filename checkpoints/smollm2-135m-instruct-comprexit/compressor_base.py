@@ -3972,6 +3972,35 @@ def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> lis
     return [config.chunk_slots(n, r) if n else 0 for n, r in zip(lengths, ratios, strict=True)]
 
 
+class CompressorHead(CompressorPreTrainedModel):
+    """A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
+
+    model_class: type[CompressorBackbone] = CompressorBackbone
+
+    def __init_subclass__(cls, **kwargs: Any):
+        cls.config_class = cls.model_class.config_class
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.model = self.model_class(config)
+
+    @property
+    def model_id(self) -> str:
+        """See [`CompressorBackbone.model_id`]."""
+        return self.model.model_id
+
+    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
+        value = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
+        return getattr(self.generation_config, name, None) if value is None else value
+
+    def compress(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any
+    ) -> Any:
+        """Compress contexts into slots; see [`CompressorBackbone.compress`]."""
+        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
+
+
 def cut(
     input_ids: Tensor,
     attention_mask: Tensor,
@@ -4848,35 +4877,6 @@ class _TaskTokensAsBOS(LogitsProcessorList):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         return super().__call__(input_ids.masked_fill(input_ids >= scores.shape[-1], self.stand_in), scores, **kwargs)
-
-
-class CompressorHead(CompressorPreTrainedModel):
-    """A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
-
-    model_class: type[CompressorBackbone] = CompressorBackbone
-
-    def __init_subclass__(cls, **kwargs: Any):
-        cls.config_class = cls.model_class.config_class
-        super().__init_subclass__(**kwargs)
-
-    def __init__(self, config: Any):
-        super().__init__(config)
-        self.model = self.model_class(config)
-
-    @property
-    def model_id(self) -> str:
-        """See [`CompressorBackbone.model_id`]."""
-        return self.model.model_id
-
-    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
-        value = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
-        return getattr(self.generation_config, name, None) if value is None else value
-
-    def compress(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any
-    ) -> Any:
-        """Compress contexts into slots; see [`CompressorBackbone.compress`]."""
-        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
 
 
 class CompressorForCausalLM(CompressorHead, GenerationMixin):

@@ -183,7 +183,8 @@ class RankedKeyValuesModel(HeadwiseModel):
         # (1), and (2) of what each layer's attention reads, norm_l(x_l).
         if self.training:
             key_values, states = self._read(chunks)
-            scores = _by_head([scorer(state) for scorer, state in zip(self.scorers, states, strict=True)])
+            scores = [scorer(of_layer) for scorer, of_layer in zip(self.scorers, states, strict=True)]
+            scores = torch.stack(scores, dim=1).mT.flatten(1, 2)
             # (5), which ranks while the scorers learn it by (6).
             attention = self._repeated_attention(key_values, chunks)
             if own_losses is not None:
@@ -198,24 +199,20 @@ class RankedKeyValuesModel(HeadwiseModel):
         return [kept_pairs(key_values, scores.detach(), chunks.attention_mask, of_all) for of_all in counts]
 
     def _scored(self, chunks: Chunks) -> tuple[KeyValues, Tensor]:
-        """Return (1) and (2), which leave of no layer what its attention reads."""
+        """Return (1) and (2), which leave of no layer what its attention reads; scores are `(num_chunks, num_layers *
+        num_heads, num_tokens)`."""
         key_values, scores = self._read(chunks, lambda layer, states: self.scorers[layer](states))
-        return key_values, _by_head(scores)
+        return key_values, torch.stack(scores, dim=1).mT.flatten(1, 2)
 
     def _read(
-        self, chunks: Chunks, take: Callable[[int, Tensor], Tensor] | None = None
+        self, chunks: Chunks, take: Callable[[int, Tensor], Tensor] = lambda layer, states: states
     ) -> tuple[KeyValues, list[Tensor]]:
         """Read the opening and the context: keys and values of each layer, `(num_chunks, num_heads, num_places,
         head_dim)`, and the inputs of its attention `(num_chunks, num_tokens, hidden_size)`, without gradients, or what
         `take` makes of them."""
         input_ids, mask, position_ids = self.opened(chunks)
-        places = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-
-        def of_context(layer: int, states: Tensor) -> Tensor:
-            states = states[:, self.first_slot_position :]
-            return states if take is None else take(layer, states)
-
-        recorder = KeyValueRecorder(places, of_context)
+        places, opening = torch.arange(mask.shape[1], device=mask.device).expand_as(mask), self.first_slot_position
+        recorder = KeyValueRecorder(places, lambda layer, states: take(layer, states[:, opening:]))
         self.encoder_outputs(input_ids, mask, position_ids, cache=recorder, is_full=chunks.is_full)
         return recorder.close(self.dtype), recorder.inputs
 
@@ -242,12 +239,6 @@ def _same_starts(memory: CompressedContext, is_long: Tensor) -> tuple[Tensor, Te
     ends = functional.pad(starts, (0, 1))[:, 1:].where(functional.pad(is_real, (0, 1))[:, 1:], lengths[:, None] + 1)
     longest = (ends - starts).masked_fill(~is_real, 0).amax(dim=1)
     return starts.masked_fill(is_long[:, None] & is_real, 1), longest.where(is_long, lengths)
-
-
-def _by_head(scores: Sequence[Tensor]) -> Tensor:
-    """Stack each layer's scores `(num_chunks, num_tokens, num_heads)` to `(num_chunks, num_layers * num_heads,
-    num_tokens)`."""
-    return torch.stack([of_layer.transpose(1, 2) for of_layer in scores], dim=1).flatten(1, 2)
 
 
 class RankedKeyValuesForCausalLM(CompressorForCausalLM):

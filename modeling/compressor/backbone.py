@@ -319,6 +319,36 @@ def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> lis
     return [config.chunk_slots(n, r) if n else 0 for n, r in zip(lengths, ratios, strict=True)]
 
 
+class CompressorHead(CompressorPreTrainedModel):
+    """A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
+
+    model_class: type[CompressorBackbone] = CompressorBackbone
+
+    def __init_subclass__(cls, **kwargs: Any):
+        cls.config_class = cls.model_class.config_class
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.model = self.model_class(config)
+
+    @property
+    def model_id(self) -> str:
+        """See [`CompressorBackbone.model_id`]."""
+        return self.model.model_id
+
+    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Return the library's value of a field: an argument, the caller's configuration, or else the model's."""
+        value = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
+        return getattr(self.generation_config, name, None) if value is None else value
+
+    def compress(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any
+    ) -> Any:
+        """Compress contexts into slots; see [`CompressorBackbone.compress`]."""
+        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
+
+
 def cut(
     input_ids: Tensor,
     attention_mask: Tensor,

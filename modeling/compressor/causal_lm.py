@@ -20,9 +20,8 @@ from ..memory.key_value_memory import num_cached_slots
 from ..parts.base_pass import CACHE, head_logits
 from ..parts.lora import DECODER, check_adapters, merge_lora
 from ..parts.packing import left_padded
-from .backbone import CompressorBackbone
+from .backbone import CompressorHead
 from .modeling_compressor import CompressorModel
-from .pretrained_compressor import CompressorPreTrainedModel
 from .validation import check_source, fitted_memory, token_rows
 
 
@@ -33,36 +32,6 @@ class _TaskTokensAsBOS(LogitsProcessorList):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         return super().__call__(input_ids.masked_fill(input_ids >= scores.shape[-1], self.stand_in), scores, **kwargs)
-
-
-class CompressorHead(CompressorPreTrainedModel):
-    """A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`."""
-
-    model_class: type[CompressorBackbone] = CompressorBackbone
-
-    def __init_subclass__(cls, **kwargs: Any):
-        cls.config_class = cls.model_class.config_class
-        super().__init_subclass__(**kwargs)
-
-    def __init__(self, config: Any):
-        super().__init__(config)
-        self.model = self.model_class(config)
-
-    @property
-    def model_id(self) -> str:
-        """See [`CompressorBackbone.model_id`]."""
-        return self.model.model_id
-
-    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Return the library's value of a field: an argument, the caller's configuration, or else the model's."""
-        value = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
-        return getattr(self.generation_config, name, None) if value is None else value
-
-    def compress(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any
-    ) -> Any:
-        """Compress contexts into slots; see [`CompressorBackbone.compress`]."""
-        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
 
 
 class CompressorForCausalLM(CompressorHead, GenerationMixin):
