@@ -4,11 +4,13 @@
 import os
 import textwrap
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from PIL import Image
 
 from .bootstrap import is_lower_better
 from .report import EvaluationReport
@@ -110,8 +112,10 @@ def save_with_legend(figure: Figure, axes: Axes, path: str | os.PathLike[str]) -
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a PNG file and the folders that it needs; returns its path."""
-    path = Path(path)
+    """Write a PNG file of 128 colours, a third of the size, and the folders that it needs; returns its path."""
+    path, pixels = Path(path), BytesIO()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    figure.savefig(pixels, format="png")
+    with Image.open(pixels) as image:
+        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, format="png", optimize=True)
     return path
