@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 INTEGRATIONS := .venv-integrations
+KVPRESS := .venv-kvpress
 PYTEST_ARGS ?=
 # What the site shows or links to, as it lies in the repository.
 PAGES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs benchmarks examples training/recipes checkpoints/*/*.md checkpoints/*/*.png modeling/modeling_*.py modeling/parts/position_layout.py
@@ -18,6 +19,13 @@ test: $(VENV)/.installed-dev
 
 test-fast: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+# kvpress's releases need an older transformers; name another environment and source to make none.
+ifndef KVPRESS_PYTHON
+export KVPRESS_PYTHON := $(CURDIR)/$(KVPRESS)/bin/python
+export KVPRESS_EVALUATION := $(CURDIR)/$(KVPRESS)/kvpress-0.5.5/evaluation
+test-integrations: $(KVPRESS)/.installed
+endif
 
 # Before a release: other systems that this package works with, some of them large, transformers' own tests of models,
 # and what takes minutes in other processes and compilers (FSDP, killed runs, pages that train, compiled methods).
@@ -47,7 +55,7 @@ format: $(VENV)/.installed-dev
 	$(VENV_PYTHON) -P -m ruff format .
 
 clean:
-	rm -rf $(VENV) $(INTEGRATIONS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATIONS) $(KVPRESS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # The stamp, not the interpreter, says that the environment is whole: an interrupted creation is started anew.
 $(VENV)/.created:
@@ -70,4 +78,11 @@ $(VENV)/.installed-docs: pyproject.toml | $(VENV)/.created
 $(INTEGRATIONS)/.installed: pyproject.toml tests/integrations/requirements.txt
 	$(PYTHON) -m venv --clear $(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/integrations/requirements.txt -e .
+	@touch $@
+
+$(KVPRESS)/.installed:
+	$(PYTHON) -m venv --clear $(KVPRESS)
+	$(KVPRESS)/bin/python -m pip install --quiet --disable-pip-version-check 'kvpress[eval]==0.5.5' torch==2.13.0
+	$(KVPRESS)/bin/python -m pip download --quiet --no-deps --no-binary kvpress --dest $(KVPRESS) kvpress==0.5.5
+	tar -xf $(KVPRESS)/kvpress-0.5.5.tar.gz -C $(KVPRESS)
 	@touch $@
