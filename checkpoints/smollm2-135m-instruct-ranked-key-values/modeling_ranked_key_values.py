@@ -183,8 +183,8 @@ class RankedKeyValuesModel(HeadwiseModel):
         # (1), and (2) of what each layer's attention reads, norm_l(x_l).
         if self.training:
             key_values, states = self._read(chunks)
-            scores = [scorer(of_layer) for scorer, of_layer in zip(self.scorers, states, strict=True)]
-            scores = torch.stack(scores, dim=1).mT.flatten(1, 2)
+            of_layers = [scorer(state) for scorer, state in zip(self.scorers, states, strict=True)]
+            scores = torch.stack(of_layers, dim=1).mT.flatten(1, 2)
             # (5), which ranks while the scorers learn it by (6).
             attention = self._repeated_attention(key_values, chunks)
             if own_losses is not None:
