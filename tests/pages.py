@@ -43,6 +43,7 @@ CHECKPOINTS = (
     "smollm2-135m-instruct-mean-pooling",
     "smollm2-135m-instruct-icae",
     "smollm2-135m-instruct-compression-tokens",
+    "smollm2-135m-instruct-five-hundred-x",
     "smollm2-135m-instruct-comprexit",
     "smollm2-135m-instruct-gmsa",
 )
