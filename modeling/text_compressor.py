@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -149,7 +149,7 @@ class TextCompressor:
         names = ["input_ids", "attention_mask"]
         sizes = {name: {0: "batch_size", 1: "num_tokens"} for name in [*names, "logits"]}
         torch.onnx.export(
-            self.model,
+            cast(torch.nn.Module, self.model),
             (example, torch.ones_like(example)),
             str(file),
             input_names=names,

@@ -4815,8 +4815,7 @@ class MemoryTokenModel(CompressorModel):
         embeddings, lengths = with_markers(embeddings, chunks.lengths, *self.chunk_marker_embeddings.split(1))
         mask = first_places(lengths, embeddings.device)
         places = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-        inputs = {"inputs_embeds": embeddings, "attention_mask": mask, "position_ids": places}
-        return replace(chunks, **inputs, lengths=lengths)
+        return replace(chunks, inputs_embeds=embeddings, attention_mask=mask, position_ids=places, lengths=lengths)
 
     def _joined_rows(
         self, chunks: Chunks, counts: Sequence[Sequence[int]], ratios: Sequence[int | Tensor], are_nested: bool

@@ -53,8 +53,8 @@ class MeanPoolingModel(CompressorModel):
         else:
             inputs = (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
             is_causal = self.config.encoder_attention == "causal"
-            options = {"is_full": chunks.is_full, "is_right_padded": True}
-            hidden_states = self.encoder_outputs(*inputs, is_causal=is_causal, **options).last_hidden_state
+            output = self.encoder_outputs(*inputs, is_causal=is_causal, is_full=chunks.is_full, is_right_padded=True)
+            hidden_states = output.last_hidden_state
         slots = []
         for ratio in ratios:
             # Equations 3 and 4: S_k = {(k-1)r + 1, ..., min(kr, L)},  z_k = 1 / |S_k| sum_{i in S_k} h_i.

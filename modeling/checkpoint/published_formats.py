@@ -242,7 +242,7 @@ _NAVER_NAMES = [
     (r"(?:decoder\.base_model\.model\.)?model\.(.+)", r"model.language_model.\1"),
     (r"(?:decoder\.base_model\.model\.)?(lm_head\.weight)", r"\1"),
 ]
-# The license is that of the cards' texts; PISCO's metadata leave the NC out.
+# PISCO's card says so, its metadata leave the NC out; COCOM is non-commercial, too.
 _NAVER: Any = {"fields": _naver_fields, "names": _NAVER_NAMES, "prepare": _naver_tensors, "license": "cc-by-nc-4.0"}
 
 FORMATS: dict[str, Format] = {
@@ -380,7 +380,7 @@ def _read(place: Path) -> tuple[dict[str, Any], Tensors]:
 def _tensors_of(file: Path) -> Tensors:
     if file.suffix == ".safetensors":
         return load_file(file)
-    tensors = {}
+    tensors: Tensors = {}
     for key, value in torch.load(file, map_location="cpu", weights_only=True).items():
         tensors |= {key: value} if isinstance(value, Tensor) else {f"{key}.{name}": t for name, t in value.items()}
     return tensors
