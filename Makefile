@@ -22,8 +22,8 @@ test-fast: $(VENV)/.installed-dev
 
 # kvpress's releases need an older transformers; name another environment and source to make none.
 ifndef KVPRESS_PYTHON
-export KVPRESS_PYTHON := $(CURDIR)/$(KVPRESS)/bin/python
-export KVPRESS_EVALUATION := $(CURDIR)/$(KVPRESS)/kvpress-0.5.5/evaluation
+test-integrations: export KVPRESS_PYTHON := $(CURDIR)/$(KVPRESS)/bin/python
+test-integrations: export KVPRESS_EVALUATION := $(CURDIR)/$(KVPRESS)/kvpress-0.5.5/evaluation
 test-integrations: $(KVPRESS)/.installed
 endif
 

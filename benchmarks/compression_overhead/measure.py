@@ -50,7 +50,7 @@ def bare_encoder(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Te
     backbone = model.base_model
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     is_causal = getattr(model.config, "encoder_attention", "causal") == "causal"
-    return lambda: backbone.encoder_outputs(input_ids, mask, positions, is_causal=is_causal)
+    return lambda: backbone.encoder_outputs(input_ids, mask, positions, is_causal=is_causal).last_hidden_state
 
 
 def batch(
