@@ -147,7 +147,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
     def with_interval(result: dict[str, Any], name: str, digits: int) -> str:
         low, high = result[f"{name}_interval"]
-        return f"{result[name]:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+        return f"{result[name]:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
     rows = [
         [

@@ -210,7 +210,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows for people: a column for each number of image tokens."""
     counts = sorted({row["image_tokens"] for row in rows})
     found = {(row["reader"], row["image_tokens"]): row["accuracy"] for row in rows}
-    shown = {key: f"{mean:.1f} ({low:.1f} to {high:.1f})" for key, (mean, low, high) in found.items()}
+    shown = {key: f"{mean:.1f} [{low:.1f}, {high:.1f}]" for key, (mean, low, high) in found.items()}
     names = list(dict.fromkeys(row["reader"] for row in rows))
     body = [[name, *[shown.get((name, count), "") for count in counts]] for name in names]
     return markdown_table(["read from", *[f"{count} image tokens" for count in counts]], body)
