@@ -372,8 +372,8 @@ def _read(place: Path) -> tuple[dict[str, Any], Tensors]:
     config = json.loads(described[0].read_text(encoding="utf-8")) if described else {}
     folder = place / "adapter" if (place / "adapter").is_dir() else place
     # A folder of PISCO may also hold the weights of an earlier version.
-    whole = [] if (folder / "adapters.pth").is_file() else sorted(folder.glob("*.safetensors"))
-    files = whole or sorted(file for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+    newest = [] if (folder / "adapters.pth").is_file() else sorted(folder.glob("*.safetensors"))
+    files = newest or sorted(file for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     return config, {key: tensor for file in files for key, tensor in _tensors_of(file).items()}
 
 
