@@ -50,4 +50,4 @@ def test_the_page_has_the_accuracies_of_its_result_files(voco_digits):
                 assert row["accuracy"] == pytest.approx(voco_digits.interval(row["right"]), rel=1e-3)
             mean, low, high = row["accuracy"]
             if f"| {row['reader']} |" in page:
-                assert f"{mean:.1f} ({low:.1f} to {high:.1f})" in page, (path.name, row["reader"])
+                assert f"{mean:.1f} [{low:.1f}, {high:.1f}]" in page, (path.name, row["reader"])
