@@ -409,6 +409,5 @@ class CompressorConfig(PreTrainedConfig):
         # Chunks start anew at 0, with memory tokens behind them; or they count on from 1, and memory tokens share the
         # positions of their chunk.
         in_row = num_tokens + self.first_context_position
-        return (
-            longest_chunk + appended + 2 * self.chunk_markers if self.position_layout == "default" else in_row
-        ) <= limit
+        in_chunk = longest_chunk + appended + 2 * self.chunk_markers
+        return (in_chunk if self.position_layout == "default" else in_row) <= limit

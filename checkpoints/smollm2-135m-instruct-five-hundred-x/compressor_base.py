@@ -4755,8 +4755,7 @@ class MemoryTokenModel(CompressorModel):
                 self._init_like_embeddings(self.chunk_marker_embeddings, self.encoder_backbone)
 
     def start_memory_tokens(self, tokens: nn.Parameter) -> None:
-        """Give the memory tokens the start values of `memory_start`; a repeated one is the mean of the embedding
-        matrix, and those that pooled embeddings are added to are zero."""
+        """Start memory tokens by `memory_start`, a repeated one at the mean embedding, beside pooled ones at zero."""
         table = self.encoder_backbone.get_input_embeddings()
         if self.adds_pooled_embeddings:
             init.zeros_(tokens)
@@ -4775,7 +4774,7 @@ class MemoryTokenModel(CompressorModel):
 
     @property
     def adds_pooled_embeddings(self) -> bool:
-        """Whether memory tokens whose keys and values are kept start as pooled embeddings (`embedding_residual`)."""
+        """Return whether pooled embeddings are added to memory tokens, whose keys and values are kept."""
         return self.config.embedding_residual and self.config.carrier == "key_values"
 
     def memory_vectors(self, num_memory_tokens: int) -> Tensor:
@@ -4800,8 +4799,8 @@ class MemoryTokenModel(CompressorModel):
     def memory_rows(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> Iterator[MemoryRows]:
         """Yield `[S(i); M(i)]` for each pass of the encoder, with the memory tokens of all its ratios behind it."""
         # Without later tokens in sight and with the same positions, fewer tokens are the first ones of more.
-        are_nested = not (self.has_bidirectional_memory or self.adds_pooled_embeddings)
-        are_nested = are_nested and self.config.position_layout == "default"
+        apart = self.has_bidirectional_memory or self.adds_pooled_embeddings
+        are_nested = not apart and self.config.position_layout == "default"
         counts = [slot_counts(self.config, chunks.lengths, ratio) for ratio in ratios]
         chunks = self._with_markers(chunks)
         is_together = are_nested or self.encoder_backbone.config._attn_implementation in PAIRWISE_MASKS
@@ -4836,8 +4835,7 @@ class MemoryTokenModel(CompressorModel):
         pad = layout != "default" and reads_falling_ids_as_packed(config, len(lengths))
         sequence = pack(chunks.attention_mask, memory_mask, pad_in_front=pad, is_full=is_full, pads_behind=True)
         context = chunks.inputs_embeds
-        if context is None:
-            context = self.encoder_backbone.get_input_embeddings()(chunks.input_ids)
+        context = self.encoder_backbone.get_input_embeddings()(chunks.input_ids) if context is None else context
         tokens = torch.cat([self.memory_vectors(width) for width in widths]).expand(len(lengths), -1, -1)
         if self.adds_pooled_embeddings:
             row = (context.float(), chunks.attention_mask)
