@@ -155,7 +155,7 @@ class TrainingFields:
     ratio_schedule: Entries | None = _option(None, "[fraction of training, ratios] pairs")
     kl_weight: float = _option(1.0, "weight of KL(teacher || student)")
     nll_weight: float = _option(0.0, "weight of the answer's own cross-entropy")
-    save_dtype: str | None = _option(None, "type that the final weights are stored in, e.g. bfloat16")
+    save_dtype: str | None = _option(None, "type of the final weights' file, such as bfloat16 or float8_e4m3fn")
     overwrite: bool = _option(False, "replace weights, code and checkpoints of an earlier run in output_dir")
     alpha: float = _option(0.5, "weight of the reconstruction; the continuation has the rest")
     training_substeps: int = _option(2, "parts of a block with a backward pass each")
@@ -173,7 +173,7 @@ class TrainingFields:
         check_choice("ratio_mode", self.ratio_mode, ("all", "random", "per_sample"))
         check_choice("context_mode", self.context_mode, CONTEXT_MODES)
         if self.save_dtype is not None:
-            check_choice("save_dtype", self.save_dtype, DTYPES)
+            check_choice("save_dtype", self.save_dtype, (*DTYPES, "float8_e4m3fn"))
         self.ratio_schedule = _structured("ratio_schedule", self.ratio_schedule, list)
         if self.ratio_schedule is not None:
             if self.ratio_mode == "per_sample":

@@ -226,7 +226,7 @@ def load_light(
     """Fetch bases and difference, and hand both to the library's `from_pretrained` as one checkpoint; return the model
     and what the library tells of its loading."""
     fetching = fetching_arguments(arguments)
-    arguments = {key: value for key, value in arguments.items() if key not in ("config", *_FETCHING)}
+    arguments = {key: value for key, value in arguments.items() if key not in ("config", "commit_hash", *_FETCHING)}
     config = copy.deepcopy(config)
     for field in set(arguments) & set(config.to_dict()) - _NOT_FIELDS:
         setattr(config, field, arguments.pop(field))

@@ -74,7 +74,9 @@ def export_decoder(
         form: "merged", a plain language model with the decoder's adapters in its weights, and its tokenizer without
             the compressor's task tokens; or "lora", the adapters alone in PEFT's format, for a server of the base.
     """
-    check_decoder_served(model)
+    # An adapter also answers from whole texts, whatever the form of the memories.
+    if form == "merged" or model.config.carrier == "embeddings":
+        check_decoder_served(model)
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not an empty folder")

@@ -68,6 +68,10 @@ class AdaptedByPass:
         # Of a pass's adapters this project's own are never merged.
         return self.passes.names is None and bool(self.merged_adapters)
 
+    def _cast_input_dtype(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        # Autocast casts the adapter's float32 weights instead, and keeps no copy of the states for each map.
+        return x if torch.is_autocast_enabled(x.device.type) else super()._cast_input_dtype(x, dtype)  # type: ignore[misc]
+
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         names = self.active_adapters if adapter_names is None else adapter_names
         super().merge(safe_merge, [name for name in names if name not in OWN_ADAPTERS])  # type: ignore[misc]
