@@ -236,35 +236,46 @@ class Runner:
 
 
 def pack(arguments: argparse.Namespace) -> list[Path]:
-    """Write what a machine without a network needs: the tracked files, data and wheels.
+    """Write what a machine without a network needs: the tracked files, wheels, and the recipes' data.
 
     Returns:
-        The archives, each of at most 60 MiB; a file that is larger is cut into pieces `NAME.00`, `NAME.01`, ...
+        The archives, each of at most 60 MiB; a file that two share is cut into pieces `NAME.00`, `NAME.01`, ...
 
     Raises:
         ValueError: the tracked files alone take more.
     """
+    from context_compressors.training.arguments import read_recipe
+
     arguments.pack.mkdir(parents=True, exist_ok=True)
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     # Weights and pictures are not needed.
     code = [ROOT / name for name in tracked.split("\0") if name and not name.startswith(("checkpoints/", "docs/"))]
     links = [path for path in code if path.is_symlink()]
     files = [(path, f"code/{path.relative_to(ROOT)}") for path in code if path.is_file() and path not in links]
-    for folder, name in ((arguments.data, "data"), (arguments.reader, "reader"), (arguments.wheels, "wheels")):
+    # What is installed first comes first.
+    folders = {"wheels": arguments.wheels, "reader": arguments.reader, "continued": arguments.continued}
+    for name, folder in folders.items():
         found = [] if folder is None else sorted(path for path in folder.iterdir() if path.is_file())
         files += [(path, f"{name}/{path.name}") for path in found]
-    files += [(Path(pair.partition("=")[2]), f"questions/{Path(pair).name}") for pair in arguments.questions]
+    sources = [source for recipe in arguments.recipes for source in read_recipe(recipe).get("sources", ())]
+    read = dict.fromkeys(source["path"] for source in sources if "path" in source)
+    files += [(arguments.data / name, f"data/{name}") for name in read]
+    asked = [pair.partition("=")[2].partition("#")[0] for pair in [*arguments.questions, arguments.windows or ""]]
+    files += [(Path(file), f"questions/{Path(file).name}") for file in asked if file]
     groups: list[list[tuple[Path, str, int, int]]] = [[]]
     room = _MOST_BYTES
     for path, name in files:
-        size = path.stat().st_size
-        for number, start in enumerate(range(0, max(size, 1), _MOST_BYTES)):
-            length = min(_MOST_BYTES, size - start)
-            if length > room:
+        size, start = path.stat().st_size, 0
+        pieces: list[tuple[int, int, int]] = []
+        while not pieces or start < size:
+            if room < MIB:
                 groups.append([])
                 room = _MOST_BYTES
-            room -= length + 1024
-            groups[-1].append((path, name if size <= _MOST_BYTES else f"{name}.{number:02}", start, length))
+            pieces.append((len(groups) - 1, start, min(room, size - start)))
+            start += pieces[-1][2]
+            room -= pieces[-1][2] + 1024
+        for number, (group, *place) in enumerate(pieces):
+            groups[group].append((path, name if len(pieces) == 1 else f"{name}.{number:02}", *place))
     written = []
     for number, group in enumerate(groups):
         written.append(arguments.pack / f"gpu_{number}.tar")

@@ -62,9 +62,10 @@ def test_checkpoints_are_trained_and_asked_and_a_failure_costs_its_own_part(scri
 def test_decoders_that_start_as_the_reader_have_its_size(script, tmp_path):
     run = script("gpu.run")
     arguments = ["--data", "data", "--output", str(tmp_path), "--reader", "reader"]
-    training = next(part for part in run.plan(run.build_parser().parse_args(arguments)) if part.name == "training")
-    for words in training.commands.values():
-        configs = [read_recipe(word).get("method_config", {}) for word in words if word.endswith(".yaml")]
+    trainings = [job for job in run.plan(run.build_parser().parse_args(arguments)) if job.part == "training"]
+    assert len(trainings) == 6
+    for job in trainings:
+        configs = [read_recipe(word).get("method_config", {}) for word in job.words if word.endswith(".yaml")]
         assert [found["decoder_lora"] for found in configs if "decoder_lora" in found][-1] == {"rank": 8, "alpha": 16}
 
 
@@ -76,14 +77,16 @@ def test_archives_hold_the_tracked_files_and_data_in_pieces(script, tmp_path, mo
     content = bytes(range(256)) * 20_000
     (data / "large.parquet").write_bytes(content)
     (data / "small.parquet").write_bytes(b"small")
-    assert run.main(["--pack", str(packed), "--data", str(data)]) == 0
+    (tmp_path / "r.yaml").write_text("sources: [{path: large.parquet}, {generated: true}, {path: small.parquet}]")
+    assert run.main(["--pack", str(packed), "--data", str(data), "--recipes", str(tmp_path / "r.yaml")]) == 0
     found = {}
     for path in sorted(packed.iterdir()):
         assert path.stat().st_size <= 3 * run.MIB
         with tarfile.open(path) as archive:
-            found |= {entry.name: archive.extractfile(entry).read() for entry in archive}
+            found |= {e.name: e.linkname if e.issym() else archive.extractfile(e).read() for e in archive}
     pieces = [found[name] for name in sorted(found) if name.startswith("data/large.parquet.")]
     assert len(pieces) == 3
     assert b"".join(pieces) == content
     assert found["data/small.parquet"] == b"small"
     assert "code/pyproject.toml" in found
+    assert found["code/context_compressors/modeling"] == "../modeling"
