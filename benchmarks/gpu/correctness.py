@@ -78,7 +78,9 @@ def train(method: str, attention: str, arguments: argparse.Namespace) -> dict[st
     losses, norms = [], []
     for step in range(arguments.steps):
         rows = batch(step, arguments.batch_size, model.config.vocab_size, arguments.device)
-        loss = model(**rows, ratio=4, use_cache=False).loss
+        # As in training: the adapters stay in float32, and their passes are not.
+        with torch.autocast(torch.device(arguments.device).type, torch.bfloat16):
+            loss = model(**rows, ratio=4, use_cache=False).loss
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
         optimizer.step()

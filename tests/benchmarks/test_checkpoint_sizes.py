@@ -62,7 +62,6 @@ def test_the_counts_are_those_of_saved_checkpoints(sizes, tiny_base, monkeypatch
     memory = model.compress(torch.arange(5, 37)[None], ratio=4)
     carried = [memory.embeddings] if memory.key_values is None else [part for kv in memory.key_values for part in kv]
     of_pairs = [part.nbytes for part in (memory.head_ids, memory.coarsest_ratios) if part is not None]
-    # Markers are slots, too.
     num_bytes = sum(part.numel() for part in carried) * sizes.BYTES + sum(of_pairs)
     assert num_bytes / int(memory.num_slots) == row["slot_bytes"]
     cache = base(torch.arange(5, 37)[None], use_cache=True)[CACHE]

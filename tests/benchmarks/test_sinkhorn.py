@@ -31,10 +31,9 @@ def test_writes_a_row_for_each_size_and_pass(benchmark, tmp_path: Path, capsys: 
 
 def test_all_implementations_compute_the_same(benchmark):
     tensors = benchmark.windows(2, 16, 4, torch.device("cpu"))
-    plans, gradients = [], []
-    for implementation in benchmark.IMPLEMENTATIONS.values():
-        plans.append(benchmark.call_of(implementation, tensors, (0.1, 30), False)())
-        gradients.append(benchmark.call_of(implementation, tensors, (0.1, 30), True)())
+    all_of_them = benchmark.IMPLEMENTATIONS.values()
+    plans = [benchmark.call_of(one, tensors, (0.1, 30), False)() for one in all_of_them]
+    gradients = [benchmark.call_of(one, tensors, (0.1, 30), True)() for one in all_of_them]
     for plan, others in zip(plans[1:], gradients[1:], strict=True):
         torch.testing.assert_close(plan, plans[0], rtol=1e-4, atol=1e-7)
         torch.testing.assert_close(others, gradients[0], rtol=1e-3, atol=1e-4)

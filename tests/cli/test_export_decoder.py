@@ -90,7 +90,7 @@ def test_what_no_server_or_no_adapter_can_hold_is_refused_by_its_property(small_
     own = {"trainable_parameters": [r"lora_", r"language_model\.layers\.0\.mlp"], "decoder_lora": LORA}
     t5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     models = {
-        "key_values": FiveHundredXForCausalLM.from_base(base, **fields),
+        "key_values": FiveHundredXForCausalLM.from_base(base, decoder_lora=LORA, **fields),
         "cross_attention": DeCALForConditionalGeneration(DeCALConfig(decoder_config=t5)),
         "own_weights": MeanPoolingForCausalLM.from_base(base, **own),
     }
@@ -106,6 +106,8 @@ def test_what_no_server_or_no_adapter_can_hold_is_refused_by_its_property(small_
         assert export(tmp_path / name, tmp_path / "out", *options) == 1
         assert message in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
+    # Whole texts are read with the adapter alone, whatever the memories are.
+    assert export(tmp_path / "key_values", tmp_path / "reader", "--as", "lora") == 0
     assert export(tmp_path / "own_weights", light) == 1
     assert "is not an empty folder" in capsys.readouterr().err
     # Whole it can be had all the same, and what it is is said where that is known.

@@ -93,6 +93,7 @@ def test_eval_sources_are_evaluated_and_asked(tmp_path, base_folder, capsys):
         method_config={"compression_ratios": [2]},
         eval_sources=[{"generated": True, "split": "test", "tasks": ["reconstruction"], "weight": 1}, held_out],
         sample_answers_steps=2,
+        save_dtype="float8_e4m3fn",
         # Of the training alone: the first task is none of theirs.
         task_schedule=[[0.0, ["question_answering"]], [0.5, ["reconstruction"]]],
         num_eval_examples=4,
@@ -100,6 +101,7 @@ def test_eval_sources_are_evaluated_and_asked(tmp_path, base_folder, capsys):
         eval_steps=2,
     )
     main([recipe])
+    assert b"F8_E4M3" in (tmp_path / "out" / "model.safetensors").read_bytes()
     log = json.loads((tmp_path / "out" / "training_summary.json").read_text())["log"]
     assert any("eval_loss_ratio_2" in entry for entry in log)
     asked = [line.split(" | ")[:2] for line in capsys.readouterr().out.splitlines() if "Whose" in line]
