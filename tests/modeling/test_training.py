@@ -32,9 +32,6 @@ def gradients(model, batch):
     return take_gradients(model)
 
 
-# --- the encoder's view ---
-
-
 # The slots of memory tokens see the whole context whatever the attention: test_memory_tokens.py has their test. Which
 # keys and values stay goes by all that there are.
 @pytest.mark.only(lambda case: not (case.method.memory_tokens or case.method.ranks))
@@ -185,9 +182,6 @@ def test_bfloat16_trains_with_float32_gradients(method_case, batch, monkeypatch)
         found = gradients(model, batch)
         monkeypatch.setattr(AdaptedByPass, "_cast_input_dtype", LoraLayer._cast_input_dtype)
         assert_same_gradients(gradients(model, batch), found, atol=0, rtol=0)
-
-
-# --- the loss ---
 
 
 def test_the_loss_is_the_mean_over_labelled_tokens(method_case, batch):
