@@ -272,8 +272,8 @@ def family_table(*names: str) -> str:
         body.append([f"[{label}](../../checkpoints/{name}/README.md)", *cells["compressed"]])
         for title in (*(f"minus {baseline}" for baseline in _BASELINES.values()), "retention, %"):
             body.append([title, "", "", *cells[title][2:]])
-    # The memories of all have one size.
-    body += [[title, *cells[title]] for title in (_STORED, _READ)]
+    # One reader reads the texts, and the memories of all have one size.
+    body += [[title, *cells[title]] for title in (*_BASELINES.values(), _STORED, _READ)]
     ratios = report_of(names[0]).ratios("question_answering")
     return markdown_table(["F1", "no context", "full text", *(f"{ratio}x" for ratio in ratios)], body)
 

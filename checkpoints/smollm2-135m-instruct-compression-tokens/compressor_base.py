@@ -172,6 +172,9 @@ class AdaptedByPass:
         # Of a pass's adapters this project's own are never merged.
         return self.passes.names is None and bool(self.merged_adapters)
 
+    def _cast_input_dtype(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x if torch.is_autocast_enabled(x.device.type) else super()._cast_input_dtype(x, dtype)  # type: ignore[misc]
+
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         names = self.active_adapters if adapter_names is None else adapter_names
         super().merge(safe_merge, [name for name in names if name not in OWN_ADAPTERS])  # type: ignore[misc]
@@ -2174,7 +2177,7 @@ def load_light(
     """Fetch bases and difference, and hand both to the library's `from_pretrained` as one checkpoint; return the model
     and what the library tells of its loading."""
     fetching = fetching_arguments(arguments)
-    arguments = {key: value for key, value in arguments.items() if key not in ("config", *_FETCHING)}
+    arguments = {key: value for key, value in arguments.items() if key not in ("config", "commit_hash", *_FETCHING)}
     config = copy.deepcopy(config)
     for field in set(arguments) & set(config.to_dict()) - _NOT_FIELDS:
         setattr(config, field, arguments.pop(field))
