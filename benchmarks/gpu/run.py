@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--reader", type=Path, metavar="FOLDER", help="PEFT adapter of the base that decoders start as")
     add("--continued", type=Path, metavar="CHECKPOINT", help="goes on with twice the steps of the others")
     add("--steps", type=positive_int, default=320, metavar="N", help="of each training (default: 320)")
-    add("--at-once", type=positive_int, default=4, metavar="N", help="trainings side by side (default: 4)")
+    add("--at-once", type=positive_int, default=9, metavar="N", help="trainings side by side (default: 9)")
     add("--windows", metavar="NAME=FILE#N", help="texts to restore windows of")
     add("--minutes", type=positive_float, default=MINUTES, metavar="M", help=f"for all parts (default: {MINUTES:g})")
     add("--parts", nargs="+", metavar="NAME", help="only these parts")
