@@ -209,14 +209,12 @@ def f1_of(rows: Iterable[EvaluationRow]) -> list[str]:
 
 def cost_cells(none: list[EvaluationRow], full: list[EvaluationRow], *slots: list[EvaluationRow]) -> Cells:
     """Return mean kB stored and positions read; a slot is read as one position of a KV cache in bfloat16."""
-    # All have one base.
     config_file = ROOT / "checkpoints" / CHECKPOINTS[0] / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))["decoder_config"]
     position = config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / 1000
     question, text = (fmean(row.costs["decoder_positions"] for row in rows) for rows in (none, full))
     read = [text - question, *(fmean(row.costs["slots"] for row in rows) for rows in slots)]
     stored = [f"{fmean(row.costs['memory_bytes'] for row in rows) / 1000:,.0f}" for rows in slots]
-    # The bytes of the text are not in every result file.
     text_bytes = [row.costs.get("memory_bytes") for row in full]
     return {
         _STORED: ["", f"{fmean(text_bytes) / 1000:.1f}" if all(text_bytes) else "", *stored],
@@ -264,16 +262,18 @@ def interval_table(name: str) -> str:
 
 
 def family_table(*names: str) -> str:
-    """Return F1 on SQuAD of checkpoints whose questions are the same, and differences to each one's baselines."""
-    body = []
+    """Return F1 on SQuAD of checkpoints about the same questions, and differences to texts that one reader reads."""
+    body: list[list[str]] = []
+    stored: dict[tuple[str, ...], str] = {}
     for name in names:
-        cells = squad_rows(name)
-        label = name.removeprefix("smollm2-135m-instruct-").replace("-", " ")
-        body.append([f"[{label}](../../checkpoints/{name}/README.md)", *cells["compressed"]])
+        cells, label = squad_rows(name), name.removeprefix("smollm2-135m-instruct-").replace("-", " ")
+        stored.setdefault(tuple(cells[_STORED]), f"{_STORED}, {label}")
+        bounds = ["", ""] if body else cells["compressed"][:2]
+        body.append([f"[{label}](../../checkpoints/{name}/README.md)", *bounds, *cells["compressed"][2:]])
         for title in (*(f"minus {baseline}" for baseline in _BASELINES.values()), "retention, %"):
-            body.append([title, "", "", *cells[title][2:]])
-    # One reader reads the texts, and the memories of all have one size.
-    body += [[title, *cells[title]] for title in (*_BASELINES.values(), _STORED, _READ)]
+            body.append([title, *cells[title]])
+    body += [[title, *cells[title]] for title in _BASELINES.values()]
+    body += [*([title, *kilobytes] for kilobytes, title in stored.items()), [_READ, *cells[_READ]]]
     ratios = report_of(names[0]).ratios("question_answering")
     return markdown_table(["F1", "no context", "full text", *(f"{ratio}x" for ratio in ratios)], body)
 
