@@ -270,8 +270,7 @@ def family_table(*names: str) -> str:
         stored.setdefault(tuple(cells[_STORED]), f"{_STORED}, {label}")
         bounds = ["", ""] if body else cells["compressed"][:2]
         body.append([f"[{label}](../../checkpoints/{name}/README.md)", *bounds, *cells["compressed"][2:]])
-        for title in (*(f"minus {baseline}" for baseline in _BASELINES.values()), "retention, %"):
-            body.append([title, *cells[title]])
+        body += [[f"minus {baseline}", *cells[f"minus {baseline}"]] for baseline in _BASELINES.values()]
     body += [[title, *cells[title]] for title in _BASELINES.values()]
     body += [*([title, *kilobytes] for kilobytes, title in stored.items()), [_READ, *cells[_READ]]]
     ratios = report_of(names[0]).ratios("question_answering")
