@@ -207,7 +207,11 @@ class MemoryStore:
     def verify(self) -> None:
         """Compare all rows with their checksums."""
         for batch in self._dataset.to_batches(batch_size=_ROWS_AT_ONCE):
-            _check_sums(pyarrow.Table.from_batches([batch]))
+            table = pyarrow.Table.from_batches([batch])
+            is_other = pyarrow.compute.not_equal(checksums(table), table["checksum"]).to_pylist()
+            if any(is_other):
+                names = _named(table["id"].to_pylist(), is_other)
+                raise ValueError(f"the store's {names} are damaged: compress them anew")
 
     def _tables_with(self, ids: Sequence[str], columns: list[str] | None) -> Iterator[pyarrow.Table]:
         for start in range(0, len(ids), _IDS_AT_ONCE):
@@ -241,12 +245,6 @@ class MemoryStore:
         self.refresh()
         self._dataset.cleanup_old_versions(older_than=keep_versions)
         self.refresh()
-
-
-def _check_sums(table: pyarrow.Table) -> None:
-    is_other = pyarrow.compute.not_equal(checksums(table), table["checksum"]).to_pylist()
-    if any(is_other):
-        raise ValueError(f"the store's {_named(table['id'].to_pylist(), is_other)} are damaged: compress them anew")
 
 
 def _pairs(table: pyarrow.Table | pyarrow.RecordBatch) -> Iterator[tuple[str, str | None]]:

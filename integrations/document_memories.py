@@ -103,7 +103,12 @@ class DocumentMemories:
             for rows, memory in self.compressor.compress([wanted[name] for name in missing]) if missing else ():
                 if isinstance(memory, Exception):
                     raise memory
-                self._add([missing[row] for row in rows], memory, [wanted[missing[row]] for row in rows])
+                added = [missing[row] for row in rows]
+                with self._lock:
+                    if self.store is None:
+                        self._in_process.update((id_, memory.rows(row)) for row, id_ in enumerate(added))
+                    else:
+                        self.store.append(self.store.table_of(added, memory, [wanted[id_] for id_ in added]))
         return names
 
     def answer(
@@ -158,13 +163,6 @@ class DocumentMemories:
             # Other processes add, delete, and take away the files of old versions.
             self.store.refresh()
             return self.store.contains(ids)
-
-    def _add(self, ids: list[str], memory: CompressedContext, texts: list[str]) -> None:
-        with self._lock:
-            if self.store is None:
-                self._in_process.update((id_, memory.rows(row)) for row, id_ in enumerate(ids))
-            else:
-                self.store.append(self.store.table_of(ids, memory, texts))
 
     def _memory(self, ids: Sequence[str]) -> CompressedContext:
         with self._lock:

@@ -1797,7 +1797,11 @@ def write_memory_file(path: str | os.PathLike, tensors: dict[str, Tensor], metad
         save_file(tensors, temporary, metadata=header)
         temporary.chmod(mode)
         with open(temporary, "r+b") as file:
-            header_bytes = _in_order(_read_header(file, path))
+            written = _read_header(file, path)
+            header = json.loads(written)
+            # safetensors leaves the metadata's order to chance: equal memories are equal files.
+            header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+            header_bytes = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(len(written))
             file.seek(8)
             file.write(header_bytes)
             match = next(_DIGEST_FIELD.finditer(header_bytes))
@@ -1809,12 +1813,6 @@ def write_memory_file(path: str | os.PathLike, tensors: dict[str, Tensor], metad
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _in_order(header_bytes: bytes) -> bytes:
-    header = json.loads(header_bytes)
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(len(header_bytes))
 
 
 def read_memory_file(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:

