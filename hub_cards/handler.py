@@ -25,7 +25,7 @@ class EndpointHandler:
         model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, dtype="auto")
         if torch.accelerator.is_available():
             model.to(torch.accelerator.current_accelerator())
-        self.pipe = model.eval().question_answering(AutoTokenizer.from_pretrained(path))
+        self.pipe = model.eval().question_answering(AutoTokenizer.from_pretrained(path, trust_remote_code=True))
 
     def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
         """Answer a request; `ValueError` without a context or memory, or as the pipeline."""

@@ -21,7 +21,7 @@ from transformers import {auto_class}, AutoTokenizer
 
 name = "{place}"  # this repository, or a local copy of it
 model = {auto_class}.from_pretrained(name, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(name)"""
+tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)"""
 _GENERATION = """\
 memory = model.compress(**{document_tokenizer}(document, return_tensors="pt"), ratio={ratio})  # once
 memory.save("document.safetensors")  # keep it
