@@ -122,7 +122,10 @@ class Scorer:
                 if condition.ratio is not None:
                     tally.note_memory(rows, memory, seconds)
                 if condition.with_context:
-                    tally.memory_bytes[rows] = self._kept_bytes(condition, batch, readings)
+                    # What picks by the question needs all of the text for later ones.
+                    kept = batch if condition.selection in (BM25, KEEP_DROP_AWARE) else readings
+                    contexts = self.tokenizer.batch_decode([sample.context_ids for sample in kept])
+                    tally.memory_bytes[rows] = [len(text.encode()) for text in contexts]
                 with condition.active():
                     if written or restores:
                         longest = self.settings.max_new_tokens.get(task)
@@ -201,11 +204,6 @@ class Scorer:
                 kept = sample.context_ids[:budget]
             readings.append(replace(sample, context_ids=kept))
         return readings
-
-    def _kept_bytes(self, condition: Condition, batch: Sequence[Sample], readings: Sequence[Sample]) -> list[int]:
-        """UTF-8 bytes of the text that later questions need; what picks by the question needs all of it."""
-        kept = batch if condition.selection in (BM25, KEEP_DROP_AWARE) else readings
-        return [len(text.encode()) for text in self.tokenizer.batch_decode([sample.context_ids for sample in kept])]
 
     @cached_property
     def _text_compressor(self) -> TextCompressor:

@@ -1268,16 +1268,17 @@ def _steps(runs: Tensor) -> Tensor:
 
 def weight_versions(model: nn.Module) -> tuple[Any, ...]:
     """Return place, shape and count of changes in place of each parameter: another key once a value changes."""
-    return tuple(
-        (
+    versions, modules = [], [model]
+    # Every call of `compress` asks, and `model.parameters()`, which names each one, takes three times as long.
+    while modules:
+        module = modules.pop()
+        modules += [child for child in module._modules.values() if child is not None]
+        for weight in filter(torch.is_tensor, module._parameters.values()):
             # A quantized or shared-out weight may be a class of its own, without a place in memory.
-            weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else id(weight),
-            weight.shape,
+            place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else id(weight)
             # Tensors made in inference mode count no versions.
-            -1 if weight.is_inference() else weight._version,
-        )
-        for weight in model.parameters()
-    )
+            versions.append((place, weight.shape, -1 if weight.is_inference() else weight._version))
+    return tuple(versions)
 
 
 def all_weights(model: nn.Module, dtype: torch.dtype) -> str:
@@ -3123,8 +3124,9 @@ class CompressorPreTrainedModel(PreTrainedModel):
     """A compressor's backbone, or a model that has one as `model`: start from a base, and what trains."""
 
     config_class: type[CompressorConfig] = CompressorConfig
-    # Tokens of contexts that are read in one pass, so that long ones take no more memory; in training all are.
-    tokens_at_once = 8192
+    # Tokens of contexts that are read in one pass, so that long ones take no more memory; in training all are. `None`:
+    # 8,192, and 16,384 on an accelerator.
+    tokens_at_once: int | None = None
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -3382,7 +3384,7 @@ class Chunks:
 
     def take(self, rows: Sequence[int]) -> Chunks:
         """Return some of the chunks without columns of pads alone; they are no longer those of whole contexts."""
-        index = torch.tensor(rows, dtype=torch.long, device=self.input_ids.device)
+        index = on_device(rows, self.input_ids.device)
         lengths = [self.lengths[row] for row in rows]
         tensors = {name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)}
         tensors = {name: value[:, : max(lengths)] if value.dim() > 1 else value for name, value in tensors.items()}
@@ -3518,7 +3520,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
         # Other inputs, such as images, belong to all rows; processes that share weights make equal numbers of passes.
         is_one_pass = bool(extras) or (torch.distributed.is_available() and torch.distributed.is_initialized())
         # In training all activations are kept in any case.
-        most_tokens = None if self.training or is_one_pass else self.tokens_at_once
+        usual = 8192 if chunks.input_ids.device.type == "cpu" else 16_384
+        most_tokens = None if self.training or is_one_pass else self.tokens_at_once or usual
         groups = [[0]]
         if len(rows) > 1:
             lengths = [chunks.lengths[row] for row in rows]
@@ -3528,7 +3531,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         passes = []
         for group in groups:
             some = [rows[place] for place in group]
-            part, index = chunks.take(some), torch.tensor(some, device=chunks.starts.device)
+            part, index = chunks.take(some), on_device(some, chunks.starts.device)
             own = [ratio[index] if isinstance(ratio, Tensor) else ratio for ratio in ratios]
             passes.append(self.slots_of(part, own, **extras))
         read = [rows[place] for group in groups for place in group]
@@ -3561,7 +3564,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         layout, device = self.config.position_layout, slot_mask.device
         if self.config.carrier == "embeddings" and layout != "enhanced":
             return (slot_mask.cumsum(dim=1) - 1).clamp(min=0) * slot_mask
-        lengths, of_chunks = torch.tensor(chunks.lengths, device=device), torch.tensor(counts, device=device)
+        lengths, of_chunks = on_device(chunks.lengths, device), on_device(counts, device)
         ids = encoder_memory_ids(lengths, of_chunks, chunks.starts, layout, max(counts))
         joined: Any = join(ids[:, :, None], counts, chunks.chunks_per_row)[0]
         return joined[:, :, 0] * slot_mask
@@ -3647,7 +3650,7 @@ def cut(
     rows = [[min(size, n - start) for n in row for start in range(0, n, size)] for row in passages]
     chunks_per_row = max(1, max(map(len, rows)))
     rows = [row + [0] * (chunks_per_row - len(row)) for row in rows]
-    in_chunks, of_chunks = torch.tensor(rows, device=device), [n for row in rows for n in row]
+    in_chunks, of_chunks = on_device(rows, device), [n for row in rows for n in row]
     starts = (in_chunks.cumsum(dim=1) - in_chunks).reshape(-1)
     mask = first_places(of_chunks, device)
     position_ids = torch.arange(mask.shape[1], device=device).expand(mask.shape)
@@ -3658,10 +3661,15 @@ def cut(
     return Chunks(input_ids, mask, position_ids, starts, of_chunks, chunks_per_row)
 
 
+def on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Return integers as a tensor, without a wait for what the device has still to do."""
+    return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
+
+
 def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
     """Return the mask `(len(counts), max(counts))` of so many left-aligned places in each row."""
     places = torch.arange(max(counts), device=device)
-    return (places < torch.tensor(counts, device=device)[:, None]).long()
+    return (places < on_device(counts, device)[:, None]).long()
 
 
 def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
@@ -3680,7 +3688,7 @@ def gathered(parts: Sequence[Any], order: Sequence[int]) -> Any:
     joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
     if list(order) == list(range(len(joined))):
         return joined
-    return joined.index_select(0, torch.tensor(order, device=joined.device))
+    return joined.index_select(0, on_device(order, joined.device))
 
 
 def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Tensor) -> tuple[Tensor, list[int]]:

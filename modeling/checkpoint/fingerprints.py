@@ -208,16 +208,17 @@ def _steps(runs: Tensor) -> Tensor:
 
 def weight_versions(model: nn.Module) -> tuple[Any, ...]:
     """Return place, shape and count of changes in place of each parameter: another key once a value changes."""
-    return tuple(
-        (
+    versions, modules = [], [model]
+    # Every call of `compress` asks, and `model.parameters()`, which names each one, takes three times as long.
+    while modules:
+        module = modules.pop()
+        modules += [child for child in module._modules.values() if child is not None]
+        for weight in filter(torch.is_tensor, module._parameters.values()):
             # A quantized or shared-out weight may be a class of its own, without a place in memory.
-            weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else id(weight),
-            weight.shape,
+            place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else id(weight)
             # Tensors made in inference mode count no versions.
-            -1 if weight.is_inference() else weight._version,
-        )
-        for weight in model.parameters()
-    )
+            versions.append((place, weight.shape, -1 if weight.is_inference() else weight._version))
+    return tuple(versions)
 
 
 def all_weights(model: nn.Module, dtype: torch.dtype) -> str:

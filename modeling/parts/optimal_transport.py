@@ -58,9 +58,12 @@ def sinkhorn(
     if not cost.numel():
         return cost.clone()
     dtype = functools.reduce(torch.promote_types, (source_mass.dtype, target_mass.dtype, torch.float32), cost.dtype)
-    if (_cost_range(cost, source_mass, target_mass) if max_cost is None else max_cost) > epsilon * _MAX_COST_RANGE[
-        dtype
-    ]:
+    if max_cost is None:
+        # Between senders and receivers with mass.
+        is_path, costs = (source_mass > 0)[..., None] & (target_mass > 0)[..., None, :], cost.detach()
+        least = costs.masked_fill(~is_path, math.inf).amin(dim=-1)
+        max_cost = float((costs.masked_fill(~is_path, -math.inf).amax(dim=-1) - least).amax())
+    if max_cost > epsilon * _MAX_COST_RANGE[dtype]:
         dtype = torch.float64
     tensors = [
         cost.to(dtype).reshape(-1, *cost.shape[-2:]),
@@ -74,14 +77,6 @@ def sinkhorn(
     else:
         plan, _ = solver.solve(*tensors, settings, False)
     return plan.to(cost.dtype).reshape(cost.shape)
-
-
-def _cost_range(cost: Tensor, source_mass: Tensor, target_mass: Tensor) -> float:
-    """Most by which the costs of a row differ between senders and receivers with mass."""
-    is_path = (source_mass > 0)[..., None] & (target_mass > 0)[..., None, :]
-    cost = cost.detach()
-    least, most = cost.masked_fill(~is_path, math.inf).amin(dim=-1), cost.masked_fill(~is_path, -math.inf).amax(dim=-1)
-    return float((most - least).amax())
 
 
 class Settings(NamedTuple):

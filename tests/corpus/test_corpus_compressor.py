@@ -114,7 +114,7 @@ def test_a_text_longer_than_a_batch_is_read_in_parts(small_checkpoints, monkeypa
     ((_, found),) = CorpusCompressor(pipe, 2, batch_tokens=20).compress([text])
     assert max(sizes) <= 20 < sum(sizes)
     assert (found.embeddings.int() - expected.embeddings.int()).abs().max() <= 1
-    assert model.model.tokens_at_once == 8192
+    assert model.model.tokens_at_once is None
 
 
 def test_a_batch_that_fails_is_halved_until_the_bad_row_is_found(folder, pipe, monkeypatch):
