@@ -3622,8 +3622,8 @@ def cut(
 
 
 def on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """Return integers as a tensor, without a wait for what the device has still to do."""
-    return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
+    """Return integers as a tensor, on CUDA without a wait for what the device has still to do."""
+    return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=device.type == "cuda")
 
 
 def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
