@@ -4,7 +4,8 @@
     python -m benchmarks.learning_speed.measure icae gmsa --data-dir DATA
 
 Each run is the recipe smollm2/learning_speed.yaml over a method's recipe of smollm2/comparison/; `NAME+residual` sets
-`embedding_residual`, and `pooled_embeddings` is the control without an encoder. Runs in the result file are skipped.
+`embedding_residual`, `NAME+residual+enhanced` the enhanced position layout, too, and `pooled_embeddings` is the control
+without an encoder. Runs in the result file are skipped.
 """
 
 from __future__ import annotations
@@ -64,10 +65,12 @@ class Curve(TrainerCallback):
 
 def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train one method and return its curve."""
-    recipe, _, form = name.partition("+")
-    fields: dict[str, Any] = {"embedding_residual": True} if form == "residual" else {}
+    recipe, *forms = name.split("+")
+    fields: dict[str, Any] = {"embedding_residual": True} if "residual" in forms else {}
     if fields and recipe == "mean_pooling":
         fields["linear_after_pooling"] = False
+    if "enhanced" in forms:
+        fields["position_layout"] = "enhanced"
     if recipe == "pooled_embeddings":
         recipe, fields = "mean_pooling", POOLED
     curve = Curve(arguments.tokens, arguments.until_read)
