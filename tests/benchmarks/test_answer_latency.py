@@ -30,4 +30,5 @@ def test_the_papers_setting_runs_small_on_a_cpu(script, tmp_path: Path, capsys: 
     full, memory, compression = latency.medians(rows[0], "last_token")
     printed = capsys.readouterr().out
     assert "break-even reads" in printed
-    assert f" {full / (memory + compression):.2f} " in printed
+    # The file's times are rounded, the table's ratios come from the times before.
+    assert any(f" {full / (memory + compression) + error:.2f} " in printed for error in (-1e-3, 0, 1e-3))
