@@ -3,8 +3,8 @@
 
     python -m benchmarks.learning_speed.measure icae gmsa --data-dir DATA
 
-Each run is the recipe smollm2/learning_speed.yaml over a method's recipe of smollm2/comparison/; `NAME+residual` sets
-`embedding_residual`, `NAME+residual+enhanced` the enhanced position layout, too, and `pooled_embeddings` is the control
+Each run is smollm2/learning_speed.yaml over a method's recipe of smollm2/comparison/. `NAME+residual` sets
+`embedding_residual`, and `NAME+residual+enhanced` the enhanced position layout, too. `pooled_embeddings` is the control
 without an encoder. Runs in the result file are skipped.
 """
 
