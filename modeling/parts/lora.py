@@ -51,6 +51,12 @@ class AdaptedByPass:
     merged_adapters: list[str]
     active_adapters: list[str]
     lora_A: Any  # noqa: N815
+    lora_B: Any  # noqa: N815
+    lora_dropout: Any
+    lora_variant: Any
+    lora_bias: dict[str, bool]
+    scaling: dict[str, float]
+    base_layer: Any
     unmerge: Any
     delete_adapter: Any
 
@@ -68,9 +74,22 @@ class AdaptedByPass:
         # Of a pass's adapters this project's own are never merged.
         return self.passes.names is None and bool(self.merged_adapters)
 
-    def _cast_input_dtype(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        # Autocast casts the adapter's float32 weights instead, and keeps no copy of the states for each map.
-        return x if torch.is_autocast_enabled(x.device.type) else super()._cast_input_dtype(x, dtype)  # type: ignore[misc]
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return W x + s B A x, with the scale and the sum inside the last product."""
+        names = [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
+        if args or kwargs or self.merged or not all(self._is_plain(name, x) for name in names):
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        result = self.base_layer(x)
+        rows = result.flatten(0, -2)
+        for name in names:
+            low = self.lora_A[name](self.lora_dropout[name](x)).flatten(0, -2)
+            rows = torch.addmm(rows, low, self.lora_B[name].weight.t(), alpha=self.scaling[name])
+        return rows.view_as(result)
+
+    def _is_plain(self, name: str, x: torch.Tensor) -> bool:
+        is_cast = torch.is_autocast_enabled(x.device.type) or x.dtype == self.lora_A[name].weight.dtype
+        is_variant = name in self.lora_variant or self.lora_bias[name]
+        return is_cast and self.adapted_class.__name__ == "Linear" and not is_variant
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         names = self.active_adapters if adapter_names is None else adapter_names

@@ -5,7 +5,7 @@ import pytest
 import torch
 from parameters import assert_same_gradients, trainable
 from parameters import gradients as take_gradients
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Linear
 
 from context_compressors.modeling.parts.lora import AdaptedByPass
 
@@ -24,6 +24,11 @@ def batch(random_rows, pad_rows):
         "context_input_ids": context_ids,
         "context_attention_mask": context_mask,
     }
+
+
+def cosine(found, exact):
+    flat = [torch.cat([those[name].flatten() for name in exact]) for those in (found, exact)]
+    return torch.nn.functional.cosine_similarity(*flat, dim=0)
 
 
 def gradients(model, batch):
@@ -66,9 +71,6 @@ def test_a_fixed_encoder_is_the_untouched_base(method_case, random_rows, slots):
             if ".decoder." in name:
                 parameter.zero_()
     assert slots(model.compress(context)).equal(before)
-
-
-# --- gradients ---
 
 
 def own_parameters(model):
@@ -175,13 +177,12 @@ def test_bfloat16_trains_with_float32_gradients(method_case, batch, monkeypatch)
     assert {gradient.dtype for gradient in found.values()} == {torch.float32}
     exact = gradients(expected, batch)
     assert set(found) == set(exact)
-    flat = [torch.cat([those[name].flatten() for name in exact]) for those in (found, exact)]
-    assert torch.nn.functional.cosine_similarity(*flat, dim=0) > 0.8
-    # Under autocast adapted maps read the states as they are; PEFT's float32 copies of them change nothing.
+    assert cosine(found, exact) > 0.8
     with torch.autocast("cpu", torch.bfloat16):
-        found = gradients(model, batch)
-        monkeypatch.setattr(AdaptedByPass, "_cast_input_dtype", LoraLayer._cast_input_dtype)
-        assert_same_gradients(gradients(model, batch), found, atol=0, rtol=0)
+        assert cosine(gradients(model, batch), exact) > 0.8
+    # Against PEFT's own forward of an adapted map.
+    monkeypatch.setattr(AdaptedByPass, "forward", Linear.forward)
+    assert_same_gradients(gradients(expected, batch), exact)
 
 
 def test_the_loss_is_the_mean_over_labelled_tokens(method_case, batch):
