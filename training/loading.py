@@ -20,6 +20,7 @@ from ..configuration.nearest_names import check_choice
 from ..data.task_tokens import add_sentinel_tokens, add_task_tokens, check_task_tokens
 from ..modeling import model_class
 from ..modeling.checkpoint.gguf_files import gguf_arguments, gguf_tokenizer
+from ..modeling.checkpoint.peft_adapters import load_peft_adapter
 from ..modeling.checkpoint.pretrained_bases import base_place, fetch_bases, naming_broken, tokenizer_from_place
 from .fields import ModelArguments
 
@@ -138,6 +139,8 @@ def _load_checkpoint(
     fetch_bases(stored.get("external_weights"))
     with naming_broken(f"the checkpoint {name}: config.json or model.safetensors"):
         model = kind.from_pretrained(name, **loading)
+    if model_args.adapter is not None:
+        load_peft_adapter(model, model_args.adapter, {})
     check_task_tokens(tokenizer, model.config.task_token_ids)
     return model
 

@@ -75,7 +75,7 @@ def export_decoder(
             the compressor's task tokens; or "lora", the adapters alone in PEFT's format, for a server of the base.
     """
     # An adapter also answers from whole texts, whatever the form of the memories.
-    if form == "merged" or model.config.carrier == "embeddings":
+    if form == "merged" or model.config.is_encoder_decoder:
         check_decoder_served(model)
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

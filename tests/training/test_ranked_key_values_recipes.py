@@ -114,6 +114,12 @@ def test_a_reader_its_memories_and_fitted_scorers(tmp_path, base_folder):
     )
     assert first < last
     assert len(last) == len(rows)
+    # A checkpoint goes on with an adapter that it has not trained.
+    fresh = str(tmp_path / "fresh")
+    main([recipe, "--adapter", "null", "--learning_rate", "0", "--output_dir", fresh])
+    start = ["--base", "null", "--method_config", "null", "--checkpoint", fresh]
+    trainer = build_trainer(*parse_recipe([recipe, *start]))
+    assert all(p.equal(before[name]) for name, p in trainer.model.named_parameters() if "lora_" in name)
 
 
 @pytest.mark.slow
