@@ -4,8 +4,8 @@
     python -m benchmarks.learning_speed.measure icae gmsa --data-dir DATA
 
 Each run is smollm2/learning_speed.yaml over a method's recipe of smollm2/comparison/. `NAME+residual` sets
-`embedding_residual`, and `NAME+residual+enhanced` the enhanced position layout, too. `pooled_embeddings` is the control
-without an encoder. Runs in the result file are skipped.
+`embedding_residual`, and `NAME+residual+enhanced` the enhanced position layout, too. `pooled_embeddings` is the
+control without an encoder. Runs in the result file are skipped.
 """
 
 from __future__ import annotations
