@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from .nearest_names import as_spelled_now, check_choice
+from .nearest_names import check_choice
 
 # What a checkpoint is asked to do.
 PROMPTED_TASKS = ("question_answering", "summarization", "continuation", "reconstruction")
@@ -88,7 +88,6 @@ def prompt_map(value: dict[str, str] | None) -> dict[str, str] | None:
     """Return prompts by task; that of questions holds `{question}` once, and no other does."""
     if value is None:
         return None
-    value = {as_spelled_now(task): prompt for task, prompt in value.items()}
     for task, prompt in value.items():
         check_choice("task of `prompts`:", task, PROMPTED_TASKS)
         if prompt.count("{question}") != (task == "question_answering"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ..configuration.nearest_names import as_spelled_now, nearest
+from ..configuration.nearest_names import nearest
 from .yaml_text import read_yaml
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def load_prompts(path: str | None = None) -> Mapping[str, tuple[str, ...]]:
     file = packaged.get(path or DEFAULT_PROMPTS, Path(path or ""))
     if not file.is_file():
         raise ValueError(f"there are no prompts {path!r}: give a YAML file or a name{nearest(path or '', packaged)}")
-    content = {as_spelled_now(task): templates for task, templates in dict(read_yaml(file)).items()}
+    content = dict(read_yaml(file))
     if set(content) != set(TASKS):
         raise ValueError(f"{file} must hold one list of templates for each of {TASKS}, got {sorted(content)}")
     for task, templates in content.items():

@@ -15,7 +15,7 @@ from typing import Any
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from ..configuration.nearest_names import as_spelled_now, check_choice, nearest
+from ..configuration.nearest_names import check_choice, nearest
 from ..modeling.parts.text_ids import context_end_ids, context_start_ids, encode
 from .files import existing_paths, read_records
 from .sources import DataSource
@@ -51,7 +51,7 @@ class RetrievalSource:
             if name not in mapping:
                 raise ValueError(f"a source of retrieval needs {', '.join(_BEIR_COLUMNS)}: there is no {name!r}")
         tables = {name: DataSource.from_mapping(mapping[name], needs_tasks=False) for name in _BEIR_COLUMNS}
-        entry = {as_spelled_now(key): value for key, value in {**mapping, **tables}.items()}
+        entry = {**mapping, **tables}
         for key in entry:
             check_choice("field of a source of retrieval:", key, cls.__dataclass_fields__)
         return cls(**entry)

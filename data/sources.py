@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..configuration.nearest_names import as_spelled_now, check_choice
+from ..configuration.nearest_names import check_choice
 from .prompts import TASKS
 from .synthetic_documents import KINDS, SPLITS
 from .yaml_text import parse_yaml, read_yaml
@@ -79,7 +79,7 @@ class DataSource:
     def __post_init__(self) -> None:
         if sum((self.name is not None, self.path is not None, bool(self.generated))) != 1:
             raise ValueError(f"a source has exactly one of name, path and generated: true, got {self.label!r}")
-        object.__setattr__(self, "tasks", tuple(map(as_spelled_now, self.tasks)))
+        object.__setattr__(self, "tasks", tuple(self.tasks))
         for task in self.tasks:
             check_choice(f"task of source {self.label!r}:", task, TASKS)
         if self.generated:
@@ -102,7 +102,6 @@ class DataSource:
         if not isinstance(mapping, cls):
             if not isinstance(mapping, Mapping):
                 raise ValueError(f"a source is a mapping such as {{path: FILE, tasks: [TASK]}}, got {mapping!r}")
-            mapping = {as_spelled_now(key): value for key, value in mapping.items()}
             for key in mapping:
                 check_choice("field of a source", key, cls.__dataclass_fields__)
             mapping = cls(**mapping)

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..configuration.nearest_names import as_spelled_now
-
 DOMAINS = ("in", "out")
 NO_CONTEXT = "no_context"
 FULL_CONTEXT = "full_context"
@@ -117,7 +115,6 @@ def row_from(content: dict[str, Any]) -> EvaluationRow:
     """Read a row from its JSON values; files of earlier versions lack some fields, and have others."""
     known = {of_row.name for of_row in fields(EvaluationRow)}
     read = {name: value for name, value in content.items() if name in known}
-    read["task"] = as_spelled_now(content["task"])
     read["metrics"] = {name: number_of(value) for name, value in content["metrics"].items()}
     read["intervals"] = {name: tuple(map(number_of, ends)) for name, ends in content.get("intervals", {}).items()}
     if content.get("retention") is not None:
@@ -166,7 +163,6 @@ def read_answers(path: str | os.PathLike[str], was_interrupted: bool = False) ->
 
 def _sample(line: str) -> SampleAnswers:
     content = json.loads(line)
-    content["task"] = as_spelled_now(content["task"])
     content["scores"] = {
         condition: {metric: number_of(score) for metric, score in metrics.items()}
         for condition, metrics in content["scores"].items()

@@ -35,9 +35,6 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# --- for everybody ---
-
-
 def test_there_is_a_checkpoint_for_everybody():
     assert FOLDERS, f"{PUBLISHED} holds no checkpoint"
     assert {folder.name for folder in FOLDERS} == set(pages.CHECKPOINTS), "README's table has all of them"
@@ -147,9 +144,6 @@ def test_what_is_tracked_takes_at_most_90_mib():
         pytest.skip("not a clone: nothing is tracked")
     tracked = [ROOT / name for name in listed.stdout.split("\0") if name]
     assert sum(path.stat().st_size for path in tracked if path.is_file()) <= 90 * MIB
-
-
-# --- for tests ---
 
 
 def test_the_small_checkpoints_take_at_most_8_mb_without_code_or_pickles():

@@ -140,9 +140,6 @@ def test_project_files_agree():
         assert reference["title"] in README, reference["title"]
 
 
-# --- README ---
-
-
 def test_the_readme_has_at_most_200_lines():
     assert len(README.splitlines()) <= 200
 

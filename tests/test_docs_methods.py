@@ -80,9 +80,6 @@ def test_the_code_of_each_page_runs_and_its_trainings_can_be_read(tmp_path: Path
             parse_recipe([*shlex.split(line), "--use_cpu", "true"])
 
 
-# --- pictures ---
-
-
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..configuration.nearest_names import as_spelled_now, check_choice
+from ..configuration.nearest_names import check_choice
 from ..data.prompts import TASKS
 from ..evaluation.settings import DEFAULT_TASKS, WRITTEN_TASKS, EvaluationSettings
 from .command import LOADING, OVERWRITE, argument, check_outputs, command, config_argument, config_fields, positive_int
@@ -226,7 +226,7 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
 )
 def evaluate(arguments: argparse.Namespace) -> None:
     """Run `context-compressors evaluate`."""
-    tasks = arguments.tasks = list(map(as_spelled_now, arguments.tasks))
+    tasks = arguments.tasks
     for task in tasks:
         check_choice("task", task, (*TASKS, *_OF_TEXTS, _RETRIEVAL))
     if len(tasks) > 1 and set(tasks) & {*_OF_TEXTS, _RETRIEVAL}:

@@ -56,9 +56,6 @@ def slots(text, ratio):
     return math.ceil(len(text.encode()) / ratio)
 
 
-# --- compress ---
-
-
 def test_compress_keeps_several_ratios_apart_and_takes_the_first_by_default(model_folder, documents, tmp_path, capsys):
     text = TEXTS["first"]
     arguments = ["compress", model_folder, documents[0], "--output", str(tmp_path)]
@@ -103,9 +100,6 @@ def test_models_that_are_no_compressors_are_refused(llama, model_folder, documen
         assert message in capsys.readouterr().err
     assert cli.main(["compress", str(plain), *documents, documents[0]]) == 1
     assert "two documents have the name 'first'" in capsys.readouterr().err
-
-
-# --- ask ---
 
 
 def ask(capsys, *arguments):

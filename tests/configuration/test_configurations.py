@@ -58,9 +58,6 @@ def test_a_card_names_fields_that_the_method_has(method):
     assert len(rows) == len(methods.config_class(method).card_fields)
 
 
-# --- versions ---
-
-
 @pytest.mark.parametrize(
     ("schema", "way_out"), [(CONFIG_SCHEMA - 1, "install an older"), (CONFIG_SCHEMA + 1, "install a newer")]
 )

@@ -32,9 +32,3 @@ def test_wrong_files_and_tasks_are_refused(tmp_path):
     file.write_text("summarization: [x\n")
     with pytest.raises(ValueError, match=r"prompts.yaml is not valid YAML: .*line 2, column 1"):
         load_prompts(str(file))
-    # An earlier spelling is read.
-    lines = [f"{task}: [x]" for task in TASKS[1:]]
-    text = "\n".join(["question_answering: ['{question}']", *lines])
-    file.write_text(text.replace("summarization", "summarisation"))
-    load_prompts.cache_clear()
-    assert load_prompts(str(file))["summarization"] == ("x",)

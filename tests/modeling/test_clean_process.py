@@ -185,9 +185,6 @@ def test_pushing_uploads_what_saving_writes_and_keeps_a_card_that_is_there(form_
     assert sent == [saved, {name: content for name, content in saved.items() if name != "README.md"}]
 
 
-# --- the code of a checkpoint ---
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_code_of_a_method_is_three_files_and_perhaps_one_more(method, tmp_path):

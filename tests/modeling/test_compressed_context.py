@@ -98,9 +98,6 @@ def test_length_index_and_iteration_are_those_of_rows():
     assert memory.nbytes == (3 + 5) * HIDDEN_SIZE * 4
 
 
-# --- several documents joined; test_positions_and_chunks.py reads them as one context ---
-
-
 def test_keys_far_along_are_rotated_as_if_from_scratch():
     memory = make_memory((3,), carrier="key_values", layout="enhanced", num_context_tokens=torch.tensor([120_000]))
     joined = CompressedContext.concatenate([memory, memory])

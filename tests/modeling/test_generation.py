@@ -138,9 +138,6 @@ def test_hidden_states_and_attentions_as_asked_by_call_or_configuration(form_cas
     assert model(**inputs, output_hidden_states=False).hidden_states is None
 
 
-# --- promises of transformers, for every method and DeCAL ---
-
-
 LENGTH = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
 # Ways to other ids, each with the number of sequences that it returns for a row.
 DETERMINISTIC = {

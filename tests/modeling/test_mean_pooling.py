@@ -51,9 +51,6 @@ def test_the_papers_ablations_are_configuration_values(mean_pooling):
     assert parts(linear_after_pooling=False) == {"encoder", "decoder"}
 
 
-# --- pooling ---
-
-
 def naive_mean_pool(hidden_states, attention_mask, ratio):
     """Equations 3 and 4 row by row and window by window."""
     batch_size, _, hidden_size = hidden_states.shape

@@ -106,9 +106,6 @@ def test_what_no_memory_has_is_refused_with_its_ratios(nested_models):
         assert join([memory, without]).coarsest_ratios is join([without, memory]).coarsest_ratios is None
 
 
-# --- fine where a question asks, coarse elsewhere ---
-
-
 LENGTHS = (12, 5, 9, 16)
 
 

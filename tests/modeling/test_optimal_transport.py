@@ -101,9 +101,6 @@ def test_equals_the_naive_loops_for_any_shape_and_mask(
         torch.testing.assert_close(one[mask], other[mask], rtol=1e-6, atol=1e-8 / epsilon)
 
 
-# --- costs, masses, types and shapes ---
-
-
 @pytest.mark.parametrize("scale", [1e4, 1e37])
 def test_extreme_costs_give_finite_plans_and_gradients(scale):
     cost, source, target = problem(3, 20, 6, dtype=torch.float32)
@@ -122,9 +119,6 @@ def test_half_types_are_computed_in_float32(dtype):
     assert torch.equal(sinkhorn(*tensors), sinkhorn(*[tensor.float() for tensor in tensors]).to(dtype))
     mixed = sinkhorn(tensors[0], tensors[1].float(), tensors[2].double())
     assert torch.equal(mixed, sinkhorn(*[tensor.double() for tensor in tensors]).to(dtype))
-
-
-# --- Triton's kernels ---
 
 
 has_triton = importlib.util.find_spec("triton") is not None

@@ -113,9 +113,6 @@ def test_what_stands_at_a_pad_does_not_matter(method_case, random_rows, pad_rows
         assert logits[0].equal(logits[2]), f"10**6, padded {padding}"
 
 
-# --- queries that see nothing ---
-
-
 WITH_FLEX = ["eager", "sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)]
 
 

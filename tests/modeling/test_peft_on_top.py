@@ -107,9 +107,6 @@ def test_the_compressor_itself_is_not_saved_with_a_strangers_adapter(method_case
     assert not list(tmp_path.iterdir())
 
 
-# --- quantized bases ---
-
-
 def _quantization(kind):
     if kind == "torchao":
         pytest.importorskip("torchao", reason="torchao is not installed")

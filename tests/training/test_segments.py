@@ -132,9 +132,6 @@ def test_blocks_are_one_stream_cut_at_random_places_that_a_batch_shares(tokenize
         SegmentCollator.from_tokenizer(tokenizer, longest_segment=12)(examples[:1])
 
 
-# --- the papers' settings ---
-
-
 @pytest.mark.slow
 def test_memories_of_a_compressor_trained_in_segments_are_read_by_lloco(base_folder, tmp_path):
     """From the recipes: every trained parameter moves and nothing else; a file and its context give one loss."""
