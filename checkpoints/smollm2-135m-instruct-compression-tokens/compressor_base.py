@@ -155,6 +155,12 @@ class AdaptedByPass:
     merged_adapters: list[str]
     active_adapters: list[str]
     lora_A: Any  # noqa: N815
+    lora_B: Any  # noqa: N815
+    lora_dropout: Any
+    lora_variant: Any
+    lora_bias: dict[str, bool]
+    scaling: dict[str, float]
+    base_layer: Any
     unmerge: Any
     delete_adapter: Any
 
@@ -172,8 +178,22 @@ class AdaptedByPass:
         # Of a pass's adapters this project's own are never merged.
         return self.passes.names is None and bool(self.merged_adapters)
 
-    def _cast_input_dtype(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return x if torch.is_autocast_enabled(x.device.type) else super()._cast_input_dtype(x, dtype)  # type: ignore[misc]
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return W x + s B A x, with the scale and the sum inside the last product."""
+        names = [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
+        if args or kwargs or self.merged or not all(self._is_plain(name, x) for name in names):
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        result = self.base_layer(x)
+        rows = result.flatten(0, -2)
+        for name in names:
+            low = self.lora_A[name](self.lora_dropout[name](x)).flatten(0, -2)
+            rows = torch.addmm(rows, low, self.lora_B[name].weight.t(), alpha=self.scaling[name])
+        return rows.view_as(result)
+
+    def _is_plain(self, name: str, x: torch.Tensor) -> bool:
+        is_cast = torch.is_autocast_enabled(x.device.type) or x.dtype == self.lora_A[name].weight.dtype
+        is_variant = name in self.lora_variant or self.lora_bias[name]
+        return is_cast and self.adapted_class.__name__ == "Linear" and not is_variant
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         names = self.active_adapters if adapter_names is None else adapter_names
@@ -839,6 +859,49 @@ def length_batches(
         batches.append([row])
         size, longest, total = count, lengths[row], count * lengths[row]
     return [sorted(batch) for batch in batches]
+
+
+# parts/position_layout.py
+
+def _uniform_ids(
+    start_id: int | Tensor, num_tokens: int | Tensor, num_memory_tokens: int | Tensor, steps: Tensor
+) -> Tensor:
+    numerator = num_tokens - num_memory_tokens + 2 * num_tokens * steps + 2 * num_memory_tokens * start_id
+    floor = numerator // (2 * num_memory_tokens)
+    remainder = numerator - floor * (2 * num_memory_tokens)
+    is_tie = remainder == num_memory_tokens
+    round_up = (remainder > num_memory_tokens) | (is_tie & (floor % 2 == 1))
+    return floor + round_up.long()
+
+
+def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: str, width: int) -> Tensor:
+    """Return the position ids of many chunks' memory tokens in the encoder, `(num_chunks, width)` (EPL, Tables 1 and
+    12)."""
+    steps = torch.arange(width, device=counts.device)
+    lengths, counts, starts = lengths[:, None], counts[:, None], starts[:, None]
+    uniform_ids = _uniform_ids(starts + 1, lengths, counts.clamp(min=1), steps)
+    return (lengths + steps if layout == "default" else uniform_ids) * (steps < counts)
+
+
+def moved_pairs(
+    pairs: Sequence[tuple[Tensor, Tensor]], offsets: Tensor, inverse_frequencies: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Move keys with rotary positions to other positions: rotations add up, so `R(p + d) k = R(d) R(p) k`."""
+    if inverse_frequencies is None or not pairs:
+        return tuple(pairs)
+    offsets = offsets if offsets.dim() == 3 else offsets.reshape(len(offsets), 1, -1)
+    # A float32 angle of a far position is off by more than float32 keys are; the host has float64 everywhere.
+    angles = (offsets[..., None].cpu().double() * inverse_frequencies.cpu().double()).repeat(1, 1, 1, 2)
+    keys = pairs[0][0]
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    cosine, sine = angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
+
+    def rotated(keys: Tensor) -> Tensor:
+        precise = keys.to(dtype)
+        first, second = precise.chunk(2, dim=-1)
+        return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(keys.dtype)
+
+    return tuple((rotated(keys), values) for keys, values in pairs)
 
 
 # memory/memory_quantization.py
@@ -1986,49 +2049,6 @@ def _refuse_values(memory: Any, finite: bool) -> None:
     for reason, flag in zip(flags, is_wrong, strict=True):
         if flag:
             raise ValueError(reason)
-
-
-# parts/position_layout.py
-
-def _uniform_ids(
-    start_id: int | Tensor, num_tokens: int | Tensor, num_memory_tokens: int | Tensor, steps: Tensor
-) -> Tensor:
-    numerator = num_tokens - num_memory_tokens + 2 * num_tokens * steps + 2 * num_memory_tokens * start_id
-    floor = numerator // (2 * num_memory_tokens)
-    remainder = numerator - floor * (2 * num_memory_tokens)
-    is_tie = remainder == num_memory_tokens
-    round_up = (remainder > num_memory_tokens) | (is_tie & (floor % 2 == 1))
-    return floor + round_up.long()
-
-
-def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: str, width: int) -> Tensor:
-    """Return the position ids of many chunks' memory tokens in the encoder, `(num_chunks, width)` (EPL, Tables 1 and
-    12)."""
-    steps = torch.arange(width, device=counts.device)
-    lengths, counts, starts = lengths[:, None], counts[:, None], starts[:, None]
-    uniform_ids = _uniform_ids(starts + 1, lengths, counts.clamp(min=1), steps)
-    return (lengths + steps if layout == "default" else uniform_ids) * (steps < counts)
-
-
-def moved_pairs(
-    pairs: Sequence[tuple[Tensor, Tensor]], offsets: Tensor, inverse_frequencies: Tensor | None
-) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Move keys with rotary positions to other positions: rotations add up, so `R(p + d) k = R(d) R(p) k`."""
-    if inverse_frequencies is None or not pairs:
-        return tuple(pairs)
-    offsets = offsets if offsets.dim() == 3 else offsets.reshape(len(offsets), 1, -1)
-    # A float32 angle of a far position is off by more than float32 keys are; the host has float64 everywhere.
-    angles = (offsets[..., None].cpu().double() * inverse_frequencies.cpu().double()).repeat(1, 1, 1, 2)
-    keys = pairs[0][0]
-    dtype = torch.promote_types(keys.dtype, torch.float32)
-    cosine, sine = angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
-
-    def rotated(keys: Tensor) -> Tensor:
-        precise = keys.to(dtype)
-        first, second = precise.chunk(2, dim=-1)
-        return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(keys.dtype)
-
-    return tuple((rotated(keys), values) for keys, values in pairs)
 
 
 # checkpoint/checkpoints.py

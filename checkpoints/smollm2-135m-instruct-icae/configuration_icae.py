@@ -36,15 +36,6 @@ def nearest_name(name: str, allowed: Iterable[str], similarity: float = 0.5) -> 
     return next(iter(difflib.get_close_matches(name, sorted(map(str, allowed)), n=1, cutoff=similarity)), None)
 
 
-# Earlier spellings of tasks and fields, which recipes, checkpoints and results may still have.
-_OLD_SPELLINGS = {"summarisation": "summarization", "licence": "license"}
-
-
-def as_spelled_now(name: str) -> str:
-    """Return the present spelling of a task or field."""
-    return _OLD_SPELLINGS.get(name, name)
-
-
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """A clause such as `; did you mean 'context'?` with the nearest allowed name, or the names when none is near."""
     names = sorted(map(str, allowed))
@@ -135,7 +126,6 @@ def prompt_map(value: dict[str, str] | None) -> dict[str, str] | None:
     """Return prompts by task; that of questions holds `{question}` once, and no other does."""
     if value is None:
         return None
-    value = {as_spelled_now(task): prompt for task, prompt in value.items()}
     for task, prompt in value.items():
         check_choice("task of `prompts`:", task, PROMPTED_TASKS)
         if prompt.count("{question}") != (task == "question_answering"):
