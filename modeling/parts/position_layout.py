@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...configuration.configuration_compressor import POSITION_LAYOUTS
+from ...configuration.nearest_names import check_choice
+
 
 def uniform_memory_ids(
     start_id: int, num_tokens: int, num_memory_tokens: int, device: torch.device | str | None = None
@@ -49,6 +52,69 @@ def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: 
     lengths, counts, starts = lengths[:, None], counts[:, None], starts[:, None]
     uniform_ids = _uniform_ids(starts + 1, lengths, counts.clamp(min=1), steps)
     return (lengths + steps if layout == "default" else uniform_ids) * (steps < counts)
+
+
+def encoder_position_ids(
+    num_tokens: int,
+    num_memory_tokens: int,
+    layout: str,
+    chunk_start: int = 0,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the position ids of one chunk and its memory tokens in the encoder (EPL, Tables 1 and 12).
+
+    Args:
+        num_tokens, num_memory_tokens: Context tokens of the chunk, and its memory tokens.
+        layout: "default" (the chunk from 0, memory right after it), "uniform" or "enhanced" (the chunk's place in the
+            whole context, counted from 1, memory spread over it).
+        chunk_start: Context tokens before this chunk; ignored by the default layout.
+
+    Returns:
+        The context ids of shape `(num_tokens,)` and the memory ids of shape `(num_memory_tokens,)`, LongTensors.
+    """
+    check_choice("layout", layout, POSITION_LAYOUTS)
+    first = 0 if layout == "default" else chunk_start + 1
+    length, count, start = (torch.tensor([n], device=device) for n in (num_tokens, num_memory_tokens, chunk_start))
+    context_ids = torch.arange(first, first + num_tokens, device=device)
+    return context_ids, encoder_memory_ids(length, count, start, layout, num_memory_tokens)[0]
+
+
+def decoder_position_ids(
+    chunk_lengths: Sequence[int],
+    memory_counts: Sequence[int],
+    num_text_tokens: int,
+    layout: str,
+    carrier: str,
+    task: str,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the position ids of all chunks' memory and of the text in the decoder (EPL, Tables 2, 3 and 13 to 15).
+
+    Args:
+        chunk_lengths, memory_counts: Context tokens of each chunk, in order, and memory tokens.
+        num_text_tokens: Text tokens, the task token in front of them included.
+        layout: "default" and "uniform" number the text on from the memory count; "enhanced" gives the memory and the
+            text the ids of the context that they stand for.
+        carrier: "embeddings" or "key_values"; key/values are rotated already and keep their encoder ids.
+        task: "reconstruction" or "continuation"; question answering is a continuation.
+
+    Returns:
+        The memory ids of shape `(sum of memory_counts,)` and the text ids of shape `(num_text_tokens,)`, LongTensors.
+    """
+    check_choice("layout", layout, POSITION_LAYOUTS)
+    check_choice("carrier", carrier, ("embeddings", "key_values"))
+    check_choice("task", task, ("reconstruction", "continuation"))
+    first_text_id = num_memory_tokens = sum(memory_counts)
+    memory_ids, chunk_start = torch.arange(num_memory_tokens, device=device), 0
+    encoded = [memory_ids[:0]]
+    for length, count in zip(chunk_lengths, memory_counts, strict=True):
+        encoded.append(encoder_position_ids(length, count, layout, chunk_start, device)[1])
+        chunk_start += length
+    if layout == "enhanced":
+        first_text_id = 0 if task == "reconstruction" else chunk_start
+    if layout == "enhanced" or carrier == "key_values":
+        memory_ids = torch.cat(encoded)
+    return memory_ids, torch.arange(first_text_id, first_text_id + num_text_tokens, device=device)
 
 
 def moved_pairs(

@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 import torch
-from epl_position_ids import encoder_position_ids
 from tiny_bases import AE, BOS, ids_of
 from torch.nn import functional
 from transformers import DynamicCache
@@ -13,6 +12,7 @@ from transformers import DynamicCache
 from context_compressors.modeling.compressor import memory_token_compressor as memory_tokens
 from context_compressors.modeling.compressor import modeling_compressor as decoding
 from context_compressors.modeling.parts.base_pass import CACHE
+from context_compressors.modeling.parts.position_layout import encoder_position_ids
 
 LAYOUTS = ["default", "uniform", "enhanced"]
 layouts = pytest.mark.parametrize("layout", LAYOUTS)

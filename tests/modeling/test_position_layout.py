@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from epl_position_ids import decoder_position_ids, encoder_position_ids
 
-from context_compressors.modeling.parts.position_layout import uniform_memory_ids
+from context_compressors.modeling.parts.position_layout import (
+    decoder_position_ids,
+    encoder_position_ids,
+    uniform_memory_ids,
+)
 
 TABLES = yaml.safe_load(Path(__file__).with_name("epl_tables.yaml").read_text(encoding="utf-8"))
 

@@ -4,7 +4,6 @@
 import pytest
 import torch
 from decal_models import build
-from epl_position_ids import decoder_position_ids, encoder_position_ids
 from tiny_bases import AE, BOS, LM, ids_of
 from tiny_models import TRAINING_FREE_CASES
 
@@ -12,6 +11,7 @@ from context_compressors import CompressedContext
 from context_compressors.modeling import modeling_comprexit
 from context_compressors.modeling.compressor import modeling_compressor
 from context_compressors.modeling.parts.base_pass import run_backbone
+from context_compressors.modeling.parts.position_layout import decoder_position_ids, encoder_position_ids
 
 
 class Seen:
