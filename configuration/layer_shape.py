@@ -96,18 +96,6 @@ class LayerShape:
         return keys_and_values + 2 * length * projection + scores
 
 
-def layer_flops(
-    length: int,
-    hidden_size: int,
-    head_dim: int,
-    num_heads: int,
-    num_key_value_heads: int,
-    intermediate_size: int,
-) -> int:
-    """Operations of one layer, attention and feed-forward, over `length` tokens at once (equations 9 and 10)."""
-    return LayerShape(hidden_size, head_dim, num_heads, num_key_value_heads, intermediate_size).flops(length)
-
-
 def stack_flops(config: PreTrainedConfig, length: int, num_layers: int | None = None) -> int:
     """Operations of a stack of layers over `length` tokens at once: F^Encoder and F^LSA of equation 11."""
     return LayerShape.from_config(config).flops(length) * (

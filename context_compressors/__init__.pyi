@@ -22,7 +22,6 @@ from .configuration.configuration_streaming_llm import StreamingLLMConfig as Str
 from .configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig as TCPAutoencoderConfig
 from .configuration.configuration_voco import VoCoConfig as VoCoConfig
 from .configuration.configuration_xrag import XRAGConfig as XRAGConfig
-from .configuration.layer_shape import layer_flops as layer_flops
 from .corpus.corpus_compressor import CorpusCompressor as CorpusCompressor
 from .corpus.memory_store import MemoryStore as MemoryStore
 from .data.synthetic_documents import generate_document as generate_document
