@@ -861,49 +861,6 @@ def length_batches(
     return [sorted(batch) for batch in batches]
 
 
-# parts/position_layout.py
-
-def _uniform_ids(
-    start_id: int | Tensor, num_tokens: int | Tensor, num_memory_tokens: int | Tensor, steps: Tensor
-) -> Tensor:
-    numerator = num_tokens - num_memory_tokens + 2 * num_tokens * steps + 2 * num_memory_tokens * start_id
-    floor = numerator // (2 * num_memory_tokens)
-    remainder = numerator - floor * (2 * num_memory_tokens)
-    is_tie = remainder == num_memory_tokens
-    round_up = (remainder > num_memory_tokens) | (is_tie & (floor % 2 == 1))
-    return floor + round_up.long()
-
-
-def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: str, width: int) -> Tensor:
-    """Return the position ids of many chunks' memory tokens in the encoder, `(num_chunks, width)` (EPL, Tables 1 and
-    12)."""
-    steps = torch.arange(width, device=counts.device)
-    lengths, counts, starts = lengths[:, None], counts[:, None], starts[:, None]
-    uniform_ids = _uniform_ids(starts + 1, lengths, counts.clamp(min=1), steps)
-    return (lengths + steps if layout == "default" else uniform_ids) * (steps < counts)
-
-
-def moved_pairs(
-    pairs: Sequence[tuple[Tensor, Tensor]], offsets: Tensor, inverse_frequencies: Tensor | None
-) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Move keys with rotary positions to other positions: rotations add up, so `R(p + d) k = R(d) R(p) k`."""
-    if inverse_frequencies is None or not pairs:
-        return tuple(pairs)
-    offsets = offsets if offsets.dim() == 3 else offsets.reshape(len(offsets), 1, -1)
-    # A float32 angle of a far position is off by more than float32 keys are; the host has float64 everywhere.
-    angles = (offsets[..., None].cpu().double() * inverse_frequencies.cpu().double()).repeat(1, 1, 1, 2)
-    keys = pairs[0][0]
-    dtype = torch.promote_types(keys.dtype, torch.float32)
-    cosine, sine = angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
-
-    def rotated(keys: Tensor) -> Tensor:
-        precise = keys.to(dtype)
-        first, second = precise.chunk(2, dim=-1)
-        return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(keys.dtype)
-
-    return tuple((rotated(keys), values) for keys, values in pairs)
-
-
 # memory/memory_quantization.py
 
 # Bits of keys, and of values and embeddings.
@@ -2040,6 +1997,49 @@ def _refuse_values(memory: Any, finite: bool) -> None:
     for reason, flag in zip(flags, is_wrong, strict=True):
         if flag:
             raise ValueError(reason)
+
+
+# parts/position_layout.py
+
+def _uniform_ids(
+    start_id: int | Tensor, num_tokens: int | Tensor, num_memory_tokens: int | Tensor, steps: Tensor
+) -> Tensor:
+    numerator = num_tokens - num_memory_tokens + 2 * num_tokens * steps + 2 * num_memory_tokens * start_id
+    floor = numerator // (2 * num_memory_tokens)
+    remainder = numerator - floor * (2 * num_memory_tokens)
+    is_tie = remainder == num_memory_tokens
+    round_up = (remainder > num_memory_tokens) | (is_tie & (floor % 2 == 1))
+    return floor + round_up.long()
+
+
+def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: str, width: int) -> Tensor:
+    """Return the position ids of many chunks' memory tokens in the encoder, `(num_chunks, width)` (EPL, Tables 1 and
+    12)."""
+    steps = torch.arange(width, device=counts.device)
+    lengths, counts, starts = lengths[:, None], counts[:, None], starts[:, None]
+    uniform_ids = _uniform_ids(starts + 1, lengths, counts.clamp(min=1), steps)
+    return (lengths + steps if layout == "default" else uniform_ids) * (steps < counts)
+
+
+def moved_pairs(
+    pairs: Sequence[tuple[Tensor, Tensor]], offsets: Tensor, inverse_frequencies: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Move keys with rotary positions to other positions: rotations add up, so `R(p + d) k = R(d) R(p) k`."""
+    if inverse_frequencies is None or not pairs:
+        return tuple(pairs)
+    offsets = offsets if offsets.dim() == 3 else offsets.reshape(len(offsets), 1, -1)
+    # A float32 angle of a far position is off by more than float32 keys are; the host has float64 everywhere.
+    angles = (offsets[..., None].cpu().double() * inverse_frequencies.cpu().double()).repeat(1, 1, 1, 2)
+    keys = pairs[0][0]
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    cosine, sine = angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
+
+    def rotated(keys: Tensor) -> Tensor:
+        precise = keys.to(dtype)
+        first, second = precise.chunk(2, dim=-1)
+        return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(keys.dtype)
+
+    return tuple((rotated(keys), values) for keys, values in pairs)
 
 
 # checkpoint/checkpoints.py
