@@ -193,7 +193,9 @@ class AdaptedByPass:
     def _is_plain(self, name: str, x: torch.Tensor) -> bool:
         is_cast = torch.is_autocast_enabled(x.device.type) or x.dtype == self.lora_A[name].weight.dtype
         is_variant = name in self.lora_variant or self.lora_bias[name]
-        return is_cast and self.adapted_class.__name__ == "Linear" and not is_variant
+        up = self.lora_B[name]
+        is_there = type(up) is nn.Linear and not up._forward_pre_hooks and not hasattr(up, "_hf_hook")
+        return is_cast and is_there and self.adapted_class.__name__ == "Linear" and not is_variant
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         names = self.active_adapters if adapter_names is None else adapter_names
