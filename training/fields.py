@@ -181,9 +181,6 @@ class TrainingFields:
             check_changes("ratio_schedule", self.ratio_schedule, lambda ratio: isinstance(ratio, int) and ratio >= 1)
 
 
-# --- schedules over a training ---
-
-
 def check_schedule(name: str, schedule: Sequence[Sequence[Any]], is_allowed: Callable[[Any], bool]) -> None:
     """Raise `ValueError` unless a schedule has [fraction of training, allowed value] pairs, fractions in order."""
     fractions = [fraction for fraction, _ in schedule]
