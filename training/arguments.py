@@ -13,10 +13,11 @@ from typing import Any, get_args, get_type_hints
 from trl import SFTConfig, TrlParser
 
 from ..configuration.nearest_names import nearest
-from ..data.yaml_text import read_yaml
+from ..data.yaml_text import parse_yaml, read_yaml
 from .fields import DESCRIPTION, EXAMPLES, USAGE, DataArguments, ModelArguments, TrainingFields
 
 _RECIPES = Path(__file__).parent / "recipes"
+_PUT_TOGETHER = ("method_config", "checkpoint_config")
 
 
 @dataclass
@@ -49,25 +50,29 @@ def read_recipe(path: str) -> dict[str, Any]:
 def _merged(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """Fields of two recipes; of `method_config` and `checkpoint_config`, fields inside them."""
     merged = {**earlier, **later}
-    for name in ("method_config", "checkpoint_config"):
+    for name in _PUT_TOGETHER:
         if isinstance(earlier.get(name), dict) and isinstance(later.get(name), dict):
             merged[name] = {**earlier[name], **later[name]}
     return merged
 
 
-def _without_nulls(argv: Sequence[str]) -> tuple[list[str], dict[str, None]]:
-    """The command line without `--field null`, and these fields."""
+def _fields_of_words(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The command line without `--field null` and fields that are put together, and these as a recipe has them."""
     kept: list[str] = []
-    nulls: dict[str, None] = {}
+    fields: dict[str, Any] = {}
     for word in argv:
         name, _, value = word.partition("=")
-        if word.lower() == "null" and kept and kept[-1].startswith("--"):
+        if kept and kept[-1].startswith("--") and (word.lower() == "null" or _field(kept[-1]) in _PUT_TOGETHER):
             name, value = kept.pop(), word
-        if name.startswith("--") and value.lower() == "null":
-            nulls[name[2:].replace("-", "_")] = None
+        if name.startswith("--") and value and (value.lower() == "null" or _field(name) in _PUT_TOGETHER):
+            fields[_field(name)] = None if value.lower() == "null" else parse_yaml(value, _field(name))
         else:
             kept.append(word)
-    return kept, nulls
+    return kept, fields
+
+
+def _field(option: str) -> str:
+    return option[2:].replace("-", "_")
 
 
 def _parser_of(argv: Sequence[str], prog: str) -> tuple[TrlParser, list[str], set[str]]:
@@ -81,10 +86,10 @@ def _parser_of(argv: Sequence[str], prog: str) -> tuple[TrlParser, list[str], se
     recipe: dict[str, Any] = {}
     for path in argv[:num_recipes]:
         recipe = _merged(recipe, read_recipe(path))
-    words, nulls = _without_nulls(argv[num_recipes:])
-    recipe |= nulls
+    words, fields = _fields_of_words(argv[num_recipes:])
+    recipe = _merged(recipe, fields)
     # argparse would also take a unique beginning of a name: too easily the wrong field.
-    options = {word.partition("=")[0][2:].replace("-", "_") for word in words if word.startswith("--")}
+    options = {_field(word.partition("=")[0]) for word in words if word.startswith("--")}
     known = {action.dest for action in parser._actions} - {"help"}
     for name in [*recipe, *options]:
         if name not in known:

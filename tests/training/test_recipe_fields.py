@@ -29,7 +29,7 @@ def test_the_command_line_wins_over_recipes_and_a_later_recipe_over_an_earlier(t
     assert data.parsed_sources() == [DataSource.from_mapping(yaml.safe_load(GENERATED)[0])]
 
 
-def test_method_config_of_several_recipes_is_put_together(tmp_path):
+def test_method_config_of_recipes_and_the_command_line_is_put_together(tmp_path):
     files = [tmp_path / f"{name}.yaml" for name in "abc"]
     files[0].write_text("method_config: {chunk_size: 16, compression_ratios: [5]}\n")
     files[1].write_text("method_config: {position_layout: uniform, compression_ratios: [4]}\n")
@@ -38,8 +38,9 @@ def test_method_config_of_several_recipes_is_put_together(tmp_path):
     model, *_ = parse_recipe([*map(str, files[:2]), *rest])
     assert model.method_config == {"chunk_size": 16, "compression_ratios": [4], "position_layout": "uniform"}
     assert parse_recipe([*map(str, files), *rest])[0].method_config is None
-    model, *_ = parse_recipe([*map(str, files[:2]), *rest, "--method_config", "{chunk_size: 8}"])
-    assert model.method_config == {"chunk_size": 8}
+    for words in (["--method_config", "{chunk_size: 8}"], ["--method-config={chunk_size: 8}"]):
+        model, *_ = parse_recipe([*map(str, files[:2]), *rest, *words])
+        assert model.method_config == {"chunk_size": 8, "compression_ratios": [4], "position_layout": "uniform"}
 
 
 def test_null_on_the_command_line_takes_back_what_a_recipe_says(tmp_path, base_folder):
