@@ -12,8 +12,6 @@ from ..configuration.configuration_memory_tokens import TASK_TOKENS
 from ..modeling.parts.text_ids import restored_ids
 from .prompts import TASKS
 
-NUM_SENTINELS = 100
-
 
 def add_task_tokens(tokenizer: PreTrainedTokenizerBase, names: Sequence[str] = TASK_TOKENS) -> dict[str, int]:
     """Make task tokens special tokens of a tokenizer, whose base's table stays as it is, and return token -> id."""
@@ -24,9 +22,9 @@ def add_task_tokens(tokenizer: PreTrainedTokenizerBase, names: Sequence[str] = T
     return {name: tokenizer.convert_tokens_to_ids(name) for name in names}
 
 
-def add_sentinel_tokens(tokenizer: PreTrainedTokenizerBase, num_sentinels: int = NUM_SENTINELS) -> list[int]:
-    """Make T5's sentinels special tokens of a tokenizer; those that it has already stay as they are."""
-    return list(add_task_tokens(tokenizer, [f"<extra_id_{index}>" for index in range(num_sentinels)]).values())
+def add_sentinel_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Make T5's 100 sentinels special tokens of a tokenizer; those that it has already stay as they are."""
+    return list(add_task_tokens(tokenizer, [f"<extra_id_{index}>" for index in range(100)]).values())
 
 
 def check_task_tokens(tokenizer: PreTrainedTokenizerBase, task_token_ids: Mapping[str, int]) -> None:

@@ -180,19 +180,17 @@ def load_from_place(
     base_model: str | None = None,
     revision: str | None = None,
     dtype: str = "auto",
-    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a compressor or a plain language model by Hub id or folder; bases that it needs are fetched.
 
     Args:
         base_model: place of a light checkpoint's base, if not where the checkpoint says.
         dtype: "auto" (as saved), "float32", "bfloat16" or "float16".
-        trust_remote_code: run the code that a checkpoint brings.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     place = base_place(name)
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
     with naming_broken(f"the model {name}: config.json"):
         config = AutoConfig.from_pretrained(place, **options)
     if base_model is not None:
@@ -204,9 +202,7 @@ def load_from_place(
         return auto_class.from_pretrained(place, dtype=dtype, **options)
 
 
-def tokenizer_from_place(
-    name: str, *, revision: str | None = None, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
+def tokenizer_from_place(name: str, *, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, see `load_from_place`."""
     from transformers import AutoTokenizer
 
@@ -214,7 +210,7 @@ def tokenizer_from_place(
     if os.path.isdir(place) and not any(any(Path(place).glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise ValueError(f"{name} has no tokenizer: put its files, such as tokenizer.json, beside the weights")
     with naming_broken(f"the tokenizer of {name}: tokenizer.json or config.json"):
-        return AutoTokenizer.from_pretrained(place, revision=revision or "main", trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(place, revision=revision or "main", trust_remote_code=False)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from ...configuration.layer_shape import key_value_shape
 from ..checkpoint.fingerprints import at_hand, settings_fingerprint, weight_versions, weights_fingerprint
@@ -22,8 +21,6 @@ from ..parts.packing import length_batches, right_padded, take_places
 from ..parts.position_layout import encoder_memory_ids
 from .pretrained_compressor import CompressorPreTrainedModel
 from .validation import TokenRows, check_context_length, measure_rows, resolve_ratios, token_rows
-
-logger = logging.get_logger(__name__)
 
 # Pads for each token of a pass.
 _MOST_PADDING_OF_CHUNKS = 0.2

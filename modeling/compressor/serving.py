@@ -25,8 +25,6 @@ from .validation import fitted_text_and_memory
 if TYPE_CHECKING:
     from ..memory.compressed_context import CompressedContext
 
-EXPORT_FORMS = ("merged", "lora")
-
 
 @torch.no_grad()
 def prompt_embeds(
