@@ -29,7 +29,8 @@ USAGE = "RECIPE.yaml [RECIPE.yaml ...] [--field value ...]"
 EXAMPLES = """\
 examples:
   context-compressors train embedded/mean_pooling.yaml --base BASE --data_dir DATA --output_dir outputs/mean_pooling
-  context-compressors train mean_pooling/multi_ratio.yaml mean_pooling/bases/qwen3_0.6b.yaml --teacher TEACHER
+  context-compressors train mean_pooling/multi_ratio.yaml mean_pooling/bases/qwen3_0.6b.yaml mean_pooling/data.yaml \\
+      --teacher TEACHER --data_dir DATA --output_dir outputs/qwen3
   context-compressors train epl/icae.yaml epl/layouts/enhanced.yaml epl/bases/llama3.2_1b.yaml epl/pretraining.yaml
   context-compressors train my_recipe.yaml --resume_from_checkpoint latest
 """
