@@ -72,7 +72,7 @@ class CompressorConfig(PreTrainedConfig):
         embedding_residual: Whether the method adds to the sum of a window's token embeddings over the square root of
             their number: z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), with W = 0 at the
             start. The decoder then learns to read slots soon. No paper has it. Mean pooling's own W takes the place of
-            this one. 500xCompressor adds the sum to its memory tokens, which are zero at the start.
+            this one, unscaled. 500xCompressor adds the sum to its memory tokens, which are zero at the start.
         trainable_parameters: Regular expressions, searched in parameter names, that replace the method's own trainable
             set.
         bos_before_text: Whether a text behind slots starts with BOS where the method has no task token. Otherwise a

@@ -57,7 +57,7 @@ class RetrievalVectors(ModelOutput):
 
 
 class DeCALForRetrieval(CompressorHead, DeCALPreTrainedModel):
-    """The encoder of a pretrained DeCAL, "the decoder discarded": queries and documents become their slots, compared
+    """The encoder of a pretrained DeCAL without its decoder: queries and documents become their slots, compared
     by Chamfer similarity.
 
     Both sides share the weights and the ratio. The vectors are the slots at length 1, as in ColBERT; the paper names
