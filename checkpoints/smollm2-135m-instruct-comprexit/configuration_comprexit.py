@@ -443,8 +443,8 @@ class ComprExITConfig(CompressorConfig):
     """
 
     model_type = "comprexit_compressor"
-    # Windows that the encoder reads at a time in inference, on an accelerator at least 8,192 tokens in all: the states
-    # of all layers are held for no more than these.
+    # Windows that the encoder reads at a time in inference, on an accelerator more, up to 8,192 tokens in all: the
+    # states of all layers are held for no more than these.
     segment_windows = 4
     # The authors' code.
     plain_prompts = (

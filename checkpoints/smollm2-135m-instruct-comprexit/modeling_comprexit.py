@@ -360,7 +360,7 @@ class ComprExITModel(CompressorModel):
             parts = [self._slots(anchors[index], mask[index], int(ratio[index[0]])) for index in rows]
             return pad_sequence([row for part in parts for row in part], True)[torch.cat(rows).argsort()]
         with torch.autocast(anchors.device.type, enabled=False):
-            # Section 3.2.2: compression slots.
+            # Sections 3.2.2 and 3.2.3: compression slots.
             slots = self.transmission(anchors, mask, ratio)[0]
             # Equation 13: c_k = MLP(z_k).
             return self.slot_mlp(slots).to(self.dtype)

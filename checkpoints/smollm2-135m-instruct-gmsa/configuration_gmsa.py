@@ -480,8 +480,8 @@ class GMSAConfig(ShallowEncoderConfig):
     Group merging and layer semantic alignment ("GMSA: Enhancing Context Compression via Group Merging and Layer
     Semantic Alignment").
 
-    The paper's ablations (Table 4, Figures 5 and 6) are values of this configuration: without layer semantic
-    alignment: `lsa_layers=0`; other depths: `lsa_layers` and `encoder_layers`; without autoencoding:
+    The paper's ablations (Table 4 but for group merging, Figures 5 and 6) are values of this configuration: without
+    layer semantic alignment: `lsa_layers=0`; other depths: `lsa_layers` and `encoder_layers`; without autoencoding:
     `training_stage="keft"` from the start. (Without knowledge extraction fine-tuning: the checkpoint of the first
     stage.)
 

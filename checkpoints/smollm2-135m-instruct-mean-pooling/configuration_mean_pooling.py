@@ -429,7 +429,7 @@ class MeanPoolingConfig(CompressorConfig):
     Args:
         compression_ratios: The ratios of section 5.1.
         encoder_lora, decoder_lora: Table 6; encoder and decoder have separate LoRA weights. Default to rank 16, alpha
-            16 on all linear maps.
+            16 on all linear maps; an encoder of embeddings has none.
         linear_after_pooling: Whether a learned map W (hidden_size x hidden_size, the identity at the start) follows
             the pooling.
         normed_mlp_size: Width of a perceptron in W's place: RMS norm, linear map, GELU, linear map, without biases. It
