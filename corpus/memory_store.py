@@ -202,7 +202,7 @@ class MemoryStore:
         if len(places) < len(distinct):
             missing = [name not in places for name in distinct]
             raise ValueError(f"the store has no {_named(distinct, missing)}")
-        return table.take([places[name] for name in ids])
+        return table.take(pyarrow.array([places[name] for name in ids], pyarrow.int64()))
 
     def verify(self) -> None:
         """Compare all rows with their checksums."""
@@ -214,7 +214,7 @@ class MemoryStore:
                 raise ValueError(f"the store's {names} are damaged: compress them anew")
 
     def _tables_with(self, ids: Sequence[str], columns: list[str] | None) -> Iterator[pyarrow.Table]:
-        for start in range(0, len(ids), _IDS_AT_ONCE):
+        for start in range(0, max(1, len(ids)), _IDS_AT_ONCE):
             chosen = _filter(ids[start : start + _IDS_AT_ONCE])
             # The wide columns are read for the rows alone that the ids choose.
             yield self._dataset.to_table(columns=columns, filter=chosen, late_materialization=True)
@@ -259,4 +259,4 @@ def _named(ids: Sequence[str], chosen: Sequence[bool]) -> str:
 
 def _filter(ids: Sequence[str]) -> str:
     quoted = ("'" + name.replace("'", "''") + "'" for name in ids)
-    return f"id IN ({', '.join(quoted)})"
+    return f"id IN ({', '.join(quoted)})" if ids else "false"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parquet, JSON, CSV, TSV and text files as records, and as one table with our names for its columns."""
+"""Parquet, JSON, TSV and text files as records, and as one table with our names for its columns."""
 
 from __future__ import annotations
 

@@ -93,11 +93,12 @@ def resampled_scores(
 
 
 def interval_of_mean(
-    mean: float, intervals: Sequence[Sequence[float]], weights: Sequence[float] | None = None
+    mean: float, intervals: Sequence[Sequence[float]], weights: Sequence[float], are_independent: bool
 ) -> tuple[float, float]:
-    """Return the ends of a mean's interval from those of its independent parts; NaN where one has none."""
-    weights = weights or [1 / len(intervals)] * len(intervals)
-    half = math.hypot(*(weight * (high - low) / 2 for weight, (low, high) in zip(weights, intervals, strict=True)))
+    """Return the ends of a mean's interval from those of its parts, the widest if these share documents; NaN where
+    one has none."""
+    halves = [abs(weight) * (high - low) / 2 for weight, (low, high) in zip(weights, intervals, strict=True)]
+    half = math.hypot(*halves) if are_independent else math.fsum(halves)
     return mean - half, mean + half
 
 

@@ -265,15 +265,15 @@ def _conditions(
             f"trained weights of the base itself, such as {trained[0]}: score the base as --teacher BASE, or alone"
         )
     compressed = [Condition(ratio_condition(ratio), model, ratio=ratio) for ratio in ratios]
-    if settings.ratios_only:
-        return compressed
     if model.config.is_encoder_decoder:
-        return [Condition(NO_CONTEXT, model), *compressed]
+        return compressed if settings.ratios_only else [Condition(NO_CONTEXT, model), *compressed]
     reader, starts = model if teacher is None else teacher, settings.task_tokens_in_bounds
     conditions = [
         Condition(NO_CONTEXT, reader, task_token=starts),
         Condition(FULL_CONTEXT, reader, with_context=True, task_token=starts),
     ]
+    if settings.ratios_only:
+        conditions = []
     if settings.zero_shot:
         base = model.base_language_model
         conditions += [

@@ -149,7 +149,7 @@ class EvaluationReport:
             ends = [[end / scale for end in row.intervals[name]] for row in rows if name in row.intervals]
             interval = None
             if has_intervals and ends and len(ends) == len(weights):
-                low, high = ends[0] if len(ends) == 1 else interval_of_mean(mean, ends, list(weights.values()))
+                low, high = ends[0] if len(ends) == 1 else self._interval_of_mean(mean, ends, weights)
                 interval = None if math.isnan(low) else (low, high)
             weighted[condition] = mean, interval
         return weighted
@@ -165,9 +165,14 @@ class EvaluationReport:
             entries = [row.differences[other] for row in rows if other in row.differences]
             if len(entries) == len(datasets) and all(entry["metric"] == metric for entry in entries):
                 mean = math.fsum(entry["difference"] for entry in entries) / len(entries)
-                interval = interval_of_mean(mean, [entry["interval"] for entry in entries])
+                ends = [entry["interval"] for entry in entries]
+                interval = self._interval_of_mean(mean, ends, _equal_weights(datasets))
                 differences[condition, other] = mean, None if math.isnan(interval[0]) else interval
         return differences
+
+    def _interval_of_mean(self, mean: float, ends: Sequence[Any], weights: Mapping[str, float]) -> tuple[float, float]:
+        documents = [name for dataset in weights for name in self.documents.get(dataset, "").split()]
+        return interval_of_mean(mean, ends, list(weights.values()), len(set(documents)) == len(documents))
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON values: NaN is `null`, an infinite score the string "inf"."""

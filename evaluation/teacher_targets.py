@@ -71,7 +71,7 @@ def write_targets(
         raise ValueError(f"{path} is there: name another file")
     parsed = parse_sources(sources, split="train")
     tables = [_asked_rows(source, task, tokenizer, data_dir, settings.seed) for source in parsed]
-    builder = SampleBuilder(tokenizer, settings, max_positions([teacher.config]))
+    builder = SampleBuilder(tokenizer, replace(settings, leave_out_long=False), max_positions([teacher.config]))
     # A file's column has one type.
     has_lists = any(is_list(table["context"].type) for table in tables)
     reader = Condition(FULL_CONTEXT, teacher.eval(), with_context=True)

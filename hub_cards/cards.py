@@ -109,7 +109,7 @@ def write_card(
         end = "whole text" if config.position_layout == "enhanced" else "slots"
         notes.append("`cache, kB` is what the slots' keys and values take when they are read, in bfloat16.")
         notes.append(f"The question's position ids continue after the {end}.")
-    pictures = [picture for report in loaded for picture in _pictures(report, folder)]
+    pictures = [picture for number, report in enumerate(loaded) for picture in _pictures(report, folder, number)]
     text = model_card(
         config,
         training,
@@ -249,12 +249,12 @@ def _costs(row: EvaluationRow, metric: str, size: int | None) -> dict[str, str]:
     return costs
 
 
-def _pictures(report: EvaluationReport, folder: Path) -> list[str]:
-    """Draw each task by ratio, and return the images as Markdown."""
+def _pictures(report: EvaluationReport, folder: Path, number: int) -> list[str]:
+    """Draw each task of the card's report `number` by ratio, and return the images as Markdown."""
     images = []
     for task in report.tasks():
         if len(report.ratios(task)) > 1:
-            path = folder / f"{task}_by_ratio.png"
+            path = folder / f"{task}_by_ratio{f'_{number + 1}' if number else ''}.png"
             try:
                 plot_quality_by_ratio(report, task, report.main_metric(task), path)
             except ValueError as error:
@@ -276,7 +276,8 @@ def _notes(report: EvaluationReport) -> list[str]:
     full = [row.costs for row in report.rows if row.condition == FULL_CONTEXT]
     sizes = [costs["memory_bytes"] for costs in full if "memory_bytes" in costs]
     if sizes:
-        size, dtype = sum(sizes) / len(sizes) / 1000, report.settings["dtype"].removeprefix("torch.")
+        dtype = (report.settings.get("memory_dtype") or report.settings["dtype"]).removeprefix("torch.")
+        size = sum(sizes) / len(sizes) / 1000
         notes.append(f"A text has {size:,.1f} kB on average; `kB` is what its memory takes in {dtype}.")
     if any(row.intervals for row in report.rows):
         notes.append("In brackets: 95 % bootstrap intervals over documents.")

@@ -151,6 +151,7 @@ class BaseTrainer(Trainer):
     def _note_documents(self, noted: set[str], inputs: Mapping[str, Any], others: set[str]) -> None:
         documents = inputs.get("documents", ())
         noted.update(documents)
+        self.documents.is_whole &= "documents" in inputs
         if not self._has_warned and not others.isdisjoint(documents):
             self._has_warned = True
             logger.warning(

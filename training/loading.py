@@ -88,7 +88,9 @@ def teacher_language_model(model_args: ModelArguments) -> PreTrainedModel:
         return _language_model(folder, "teacher", model_args)
     from peft import PeftConfig
 
-    model = _language_model(PeftConfig.from_pretrained(folder).base_model_name_or_path, "teacher", model_args)
+    base = PeftConfig.from_pretrained(folder).base_model_name_or_path
+    own = gguf_arguments(model_args.base_gguf_file) if base == model_args.base else {}
+    model = _language_model(str(base), "teacher", model_args, **own)
     model.load_adapter(folder)
     return model
 

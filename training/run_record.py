@@ -52,6 +52,8 @@ def earlier_files(output_dir: str | Path) -> list[Path]:
 def check_output_dir(output_dir: str | Path, overwrite: bool) -> None:
     """Raise `ValueError` where a folder holds an earlier run that may not be replaced."""
     earlier = [] if overwrite else earlier_files(output_dir)
+    # A kill may have left a first checkpoint half written.
+    earlier = [path for path in earlier if path.is_file() or (path / TRAINER_STATE_NAME).is_file()]
     if earlier:
         raise ValueError(
             f"{output_dir} holds an earlier run ({earlier[0].name}): name another folder, go on with it "

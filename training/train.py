@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import PartialState
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
+from transformers import Trainer, TrainerCallback, set_seed
 
 from ..data.document_ids import document_id, source_ids_of
 from ..data.rows import as_text, read_rows
@@ -82,19 +82,12 @@ class LogAnswersCallback(TrainerCallback):
     Args:
         rows: Mappings with `context`, `question` and `answers` (a list of texts): few, and none that is trained on.
         steps: Training steps from one asking to the next.
-        ratio: Context tokens per slot; the model's default if not given.
+        settings: Of the pipeline's call, such as `ratio`.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        tokenizer: PreTrainedTokenizerBase,
-        steps: int,
-        ratio: int | None = None,
-        max_new_tokens: int = 32,
-    ):
+    def __init__(self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, steps: int, **settings: Any):
         self.rows, self.tokenizer, self.steps = list(rows), tokenizer, steps
-        self.settings = {"ratio": ratio, "max_new_tokens": max_new_tokens}
+        self.settings = {"max_new_tokens": 32, **settings}
 
     def answers(self, model: Any) -> list[str]:
         """Return what a compressor answers now, row by row; it comes back in the mode that it was in."""
@@ -141,10 +134,11 @@ def add_sample_answers(trainer: Any, data_args: DataArguments, steps: int) -> No
             table = read_rows(source, data_args.data_dir, trainer.args.seed).slice(0, _NUM_ROWS - len(rows))
             rows += table.select(["context", "question", "answers"]).to_pylist()
             trainer.documents.chose |= source_ids_of(table)
-    if not rows:
-        raise ValueError("sample_answers_steps needs eval_sources with the task question_answering and a path or name")
+    if not rows or not hasattr(trainer.model, "question_answering") or trainer.is_fsdp_enabled:
+        raise ValueError("sample_answers_steps needs a compressor, no FSDP, and eval_sources of question_answering")
     trainer.documents.chose.update(document_id(as_text(row["context"])) for row in rows)
-    trainer.add_callback(LogAnswersCallback(rows, trainer.processing_class, steps))
+    longest = data_args.max_context_tokens
+    trainer.add_callback(LogAnswersCallback(rows, trainer.processing_class, steps, max_tokens=longest))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -123,7 +123,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = script_parser(__doc__)
     add_shape_arguments(parser, hidden_size=256, layers=2)
     add = parser.add_argument
-    add("--methods", nargs="+", default=["mean_pooling"], metavar="METHOD", help="default: mean_pooling")
+    usual = "mean_pooling compression_tokens comprexit gmsa tcp_autoencoder"
+    add("--methods", nargs="+", default=usual.split(), metavar="METHOD", help=f"default: {usual}")
     add("--lengths", nargs="+", type=positive_int, default=[512, 2048], metavar="N", help="default: 512 2048")
     add("--batch-size", type=positive_int, default=4, metavar="B", help="default: 4")
     add("--ratio", type=positive_int, default=4, metavar="R", help="default: 4")

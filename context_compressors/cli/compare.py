@@ -118,8 +118,8 @@ def compare(arguments: argparse.Namespace) -> None:
             rows.append([dataset, title, *sides, pair.num_samples, pair.num_documents, seeds, *scores, pair.verdict])
             parts = {"dataset": dataset, "task": task, "systems": [first, second], "conditions": [condition, other]}
             results.append({**parts, **asdict(pair), "verdict": pair.verdict})
-    if not rows:
-        raise ValueError(f"there is nothing to compare; the files have the conditions {sorted(known)}")
+    if not rows or set(arguments.conditions) - known:
+        raise ValueError(f"nothing to compare, or not all; the files have the conditions {sorted(known)}")
     header = ["data set", "metric", "first", "second", "samples", "documents", "seeds", "first scores"]
     print(markdown_table([*header, "second scores", "difference", "first is"], rows))
     if arguments.output:

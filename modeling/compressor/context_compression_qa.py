@@ -142,7 +142,7 @@ class ContextCompressionQAPipeline(Pipeline):
         """
         if (context is not None) + (memory is not None) + (store is not None) != 1:
             raise ValueError("give either `context`, `memory` or `store`")
-        if (store is None) != (ids is None):
+        if (store is None) != (not ids):
             raise ValueError("give `store` and `ids` together")
         if store is not None:
             memory = store.get(ids).to(self.device, self.model.dtype)
@@ -478,8 +478,9 @@ class ContextCompressionQAPipeline(Pipeline):
         scores = self.model.compute_transition_scores(output.sequences, output.logits, beams, normalize_logits=True)
         new_tokens = output.sequences[:, -scores.shape[1] :]
         is_pad = new_tokens == self._pad_token_id
-        means = scores.masked_fill(is_pad, 0).sum(dim=1) / (~is_pad).sum(dim=1).clamp(min=1)
-        return list(zip(new_tokens, means.tolist(), strict=True))
+        means = scores.masked_fill(is_pad, 0).sum(dim=1) / (~is_pad).sum(dim=1)
+        # An answer without a token is the least likely one.
+        return list(zip(new_tokens, means.nan_to_num(nan=-math.inf).tolist(), strict=True))
 
 
 def _check_documents(texts: Sequence[Any]) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from context_compressors import cli
 from context_compressors.cli.compress import Document, read_documents
+from context_compressors.training.run_record import check_output_dir
 
 # --- finding the command ---
 
@@ -129,6 +130,9 @@ def test_a_file_that_is_there_is_kept_and_a_folder_is_none(tmp_path, capsys, com
 
 
 def test_a_compressor_is_not_fitted_over_another(tmp_path, capsys):
+    # What a kill left of a first checkpoint is no earlier run.
+    (tmp_path / "checkpoint-1").mkdir()
+    check_output_dir(tmp_path, overwrite=False)
     (tmp_path / "model.safetensors").write_text("mine")
     arguments = ["fit", "/nope", "--data", "generated", "--output", str(tmp_path)]
     assert cli.main(arguments) == 1

@@ -100,6 +100,7 @@ def test_what_is_wrong_is_named(tmp_path):
     memory = make_memory((3, 5))
     store = MemoryStore.create(tmp_path / "s.lance", memory)
     store.add(["a", "b"], memory)
+    assert store.texts([]) == {}
     other = replace(memory, model_id="other")
     infinite = replace(memory, embeddings=memory.embeddings / 0)
     wrong = {

@@ -111,6 +111,8 @@ def test_start_tokens_and_the_lowest_ratio_count(base, tokenizer, bos_tokenizer)
 def test_contexts_that_nothing_reads_in_words_may_be_longer_than_the_decoders_positions(base, tokenizer):
     model = MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[4, 8], chunk_size=64)
     options = {"tasks": (QA, RECONSTRUCTION), "context_tokens": 150}
+    cut = run(model, tokenizer, [{**LONG, "context": "a" * 90}], ratios_only=True, alternatives=("cut",), **options)
+    assert cut.conditions(QA) == ["ratio=4", "ratio=8", "cut=4", "cut=8"]
     report = run(model, tokenizer, [LONG], ratios_only=True, **options)
     assert {(row.task, row.condition, row.num_truncated) for row in report.rows} == {
         (task, ratio, 0) for task in (QA, RECONSTRUCTION) for ratio in ("ratio=4", "ratio=8")

@@ -132,7 +132,7 @@ def test_command_compares_conditions_and_systems(tmp_path, capsys):
     assert rows_of(b, "--conditions", "cut=4", "ratio=4")[0][2] == "cut=4"
     write_answers(answers_of([1.0, 2.0], "nq"), tmp_path / "nq.jsonl")
     for given, message in (
-        ([b, "--conditions", "ratio=16"], "there is nothing to compare; the files have the conditions ['cut=4', "),
+        ([b, "--conditions", "ratio=4", "cut=16"], "or not all; the files have the conditions ['cut=4', "),
         ([f"a={a0}", b, b], "two files would be 'b': give NAME=FILE"),
         (
             [b, f"n={tmp_path / 'nq.jsonl'}"],

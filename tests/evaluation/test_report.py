@@ -115,6 +115,9 @@ def test_the_interval_of_an_average_is_that_of_independent_data_sets():
             EvaluationRow(name, "in", QA, "ratio=8", {"f1": score}, 10, intervals=ends if name == "a" else {})
         )
     assert report.averages(QA, "f1")["macro_average"] == {"ratio=4": (30.0, (27.5, 32.5)), "ratio=8": (30.0, None)}
+    report.documents = {"a": "x y", "b": "y z"}
+    assert report.averages(QA, "f1")["macro_average"]["ratio=4"] == (30.0, (26.5, 33.5))
+    report.documents = {"a": "x", "b": "y z"}
     assert "| ratio=4   | 30.00 [27.50, 32.50] |" in report_markdown(report)
     assert "| ratio=8   | 30.00                |" in report_markdown(report)
 

@@ -80,6 +80,7 @@ def table_rows(text):
 def test_a_compressors_card_holds_every_score_beside_its_bounds(root, report):
     path = write_card(root / "compressor", [root / "compressor.json"], LIMITS)
     assert path == root / "compressor" / "README.md"
+    assert f"({QA}_by_ratio_2.png)" in card(root / "compressor", [report, report], LIMITS)
     rows = {tuple(row[:4]): row[4:] for row in table_rows(path.read_text())}
     metrics = [(QA, "generated", "exact match", "exact_match"), (QA, "generated", "F1", "f1")]
     metrics += [(QA, "generated", "contained", "substring_accuracy")]

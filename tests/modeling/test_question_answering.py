@@ -2,12 +2,14 @@
 """The pipeline "context-compression-qa" answers as `compress` and `generate` do."""
 
 import hashlib
+import math
 from itertools import chain
 
 import pytest
 import torch
 from decal_models import build as build_decal
 from transformers import GenerationConfig, pipeline
+from transformers.utils import ModelOutput
 
 from context_compressors import CompressedContext, ContextCompressionQAPipeline, add_task_tokens
 from context_compressors.modeling.compressor import context_compression_qa
@@ -176,6 +178,10 @@ def test_the_likeliest_answer_is_that_of_the_highest_mean_log_likelihood(pipe):
     assert pipe(QUESTIONS, context=DOCUMENTS, join="likeliest") == expected
     assert pipe(QUESTIONS[0], memory=memories, join="likeliest", batch_size=1) == expected[0]
     assert pipe(QUESTIONS[0], context=DOCUMENTS, join="likeliest", num_beams=2)["answer"]
+    pads = torch.full((1, 2), pipe._pad_token_id)
+    logits = (torch.zeros(1, model.config.vocab_size),) * 2
+    (answer,) = pipe._with_likelihoods(ModelOutput(sequences=pads, logits=logits))
+    assert answer[1] == -math.inf
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def test_eval_sources_are_evaluated_and_asked(tmp_path, base_folder, capsys):
     main([recipe, "--sample_answers_steps", "0", "--output_dir", str(tmp_path / "unasked")])
     unasked = json.loads((tmp_path / "unasked" / "training_summary.json").read_text())["log"]
     assert [entry.get("loss") for entry in unasked] == [entry.get("loss") for entry in log]
-    with pytest.raises(ValueError, match="sample_answers_steps needs eval_sources"):
+    with pytest.raises(ValueError, match="sample_answers_steps needs a compressor"):
         main([recipe, "--eval_sources", "null", "--eval_strategy", "no", "--overwrite", "true"])
 
 

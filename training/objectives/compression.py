@@ -50,8 +50,6 @@ def trainer_arguments(
     """Return what every trainer of tokenized examples takes: model, data sets, collator and tokenizer."""
     config, context_tokenizer, texts = model.config, None, tokenizer
     settings: dict[str, Any] = {"batch_size": args.per_device_train_batch_size}
-    if data_args.prompt_format == "chat":
-        texts = text_tokenizer(tokenizer)
     if isinstance(config, CompressorConfig):
         context_tokenizer = model.encoder_tokenizer
         collator_arguments |= text_starts(config, tokenizer)
@@ -98,8 +96,13 @@ def trainer_arguments(
         # Workers that outlive an epoch would go on with its examples.
         args.dataloader_persistent_workers = False
         callbacks.append(NewEpochs(dataset))
-    if mode in ("compressed", "distillation") and dataset_class in (CompressionDataset, PackedTexts):
-        _warn_of_cut_contexts(dataset)
+    seen = range(min(_FIRST_EXAMPLES, len(dataset)))
+    warns = mode in ("compressed", "distillation") and dataset_class in (CompressionDataset, PackedTexts)
+    if warns and all(dataset[index]["num_cut"] for index in seen):
+        logger.warning(
+            f"each of the first {len(seen)} examples is cut to max_context_tokens {data_args.max_context_tokens} or "
+            "its other limits: raise these, or give shorter texts"
+        )
     return {
         "model": model,
         "args": args,
@@ -109,17 +112,6 @@ def trainer_arguments(
         "data_collator": collator,
         "callbacks": callbacks,
     }
-
-
-def _warn_of_cut_contexts(dataset: CompressionDataset) -> None:
-    """Warn where the first examples are all cut, so that no document is read to its end."""
-    num_seen = min(_FIRST_EXAMPLES, len(dataset))
-    if all(dataset[index]["num_cut"] for index in range(num_seen)):
-        logger.warning(
-            "each of the first %d examples is cut to max_context_tokens %d or its other limits: raise these, or give "
-            "shorter texts",
-            *(num_seen, dataset.data.max_context_tokens),
-        )
 
 
 class NewEpochs(TrainerCallback):

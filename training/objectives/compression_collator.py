@@ -50,7 +50,6 @@ class CompressionCollator:
         context_start_ids: ids that a compressed context starts with; `encoder_start_ids` in the encoder's own tokens.
         mode: one of `MODES`; `context_mode` is that of the context in "joint".
         ratios: draw one of these for every row, by the row and `seed`, as `ratio` `(batch_size,)` of the batch.
-        padding_side: "right" or "left", of text and context.
         with_metadata: add `example_ids`, `num_cut` and `documents`, which this package's trainers take out again.
         task_start_ids, restored_ids, bos_before_text, opens_context, bos_before_task_token: see `text_starts`.
         memories: folder of files `DOCUMENT_ID.safetensors` of the compressor `model_id`, which replace the contexts.
@@ -63,7 +62,6 @@ class CompressionCollator:
         context_start_ids: Sequence[int] = (),
         mode: str = "compressed",
         ratios: Sequence[int] | None = None,
-        padding_side: str = "right",
         pad_to_multiple_of: int = 1,
         with_metadata: bool = False,
         seed: int = 0,
@@ -81,7 +79,7 @@ class CompressionCollator:
         self.pad_token_id, self.start_token_id = pad_token_id, start_token_id
         self.context_start_ids = list(context_start_ids)
         self.encoder_start_ids = None if encoder_start_ids is None else list(encoder_start_ids)
-        self.mode, self.ratios, self.padding_side = mode, ratios, padding_side
+        self.mode, self.ratios = mode, ratios
         self.pad_to_multiple_of, self.with_metadata, self.seed = pad_to_multiple_of, with_metadata, seed
         self.task_start_ids = dict(task_start_ids or {})
         self.restored_ids = list(self.context_start_ids if restored_ids is None else restored_ids)
@@ -130,7 +128,8 @@ class CompressionCollator:
         if self.context_mode == "compressed":
             batch |= self._contexts(examples)
         if self.mode == "distillation":
-            batch |= self._padded_text([self._teacher_row(example) for example in examples], "full_")
+            starts = [[*(row.get("head_ids") or [self.start_token_id]), *row["context_ids"]] for row in examples]
+            batch |= self._padded_text(list(map(_with_turns, starts, examples)), "full_")
         if self.ratios is not None:
             batch["ratio"] = torch.tensor([self._ratio(example) for example in examples])
         return batch | self._metadata(examples)
@@ -219,9 +218,6 @@ class CompressionCollator:
             example = {**example, name: [*ids, *restored] if name == "prompt_ids" else [*restored, *ids]}
         return _with_turns(self._start(example, task), example)
 
-    def _teacher_row(self, example: Mapping[str, Any]) -> _Row:
-        return _with_turns([*(example.get("head_ids") or [self.start_token_id]), *example["context_ids"]], example)
-
     def _joint_row(self, example: Mapping[str, Any], task: str) -> _Row:
         start, target = self._start(example, task), [*self._restored(task), *example[f"{task}_ids"]]
         return [*start, *target], [*[-100] * len(start), *target]
@@ -237,10 +233,7 @@ class CompressionCollator:
         # At least one place: a batch of empty contexts is a column of pads.
         width = max(1, *(len(row) for row in rows))
         width = -(-width // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        fill = [[value] * (width - len(row)) for row in rows]
-        if self.padding_side == "left":
-            return torch.tensor([[*pads, *row] for pads, row in zip(fill, rows, strict=True)])
-        return torch.tensor([[*row, *pads] for pads, row in zip(fill, rows, strict=True)])
+        return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
 
 
 def _with_turns(start: list[int], example: Mapping[str, Any]) -> _Row:

@@ -158,7 +158,7 @@ class CompressionDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return the example at `index`."""
         if self.group_size == 1:
-            return self._example_at(index)
+            return self._in_all_tokens(index)
         group, place = divmod(index, self.group_size)
         if self._group[0] != group:
             self._group = (group, self._sorted_group(group))
@@ -166,7 +166,7 @@ class CompressionDataset(Dataset):
 
     def _sorted_group(self, group: int) -> list[dict[str, Any]]:
         first = group * self.group_size
-        examples = [self._example_at(index) for index in range(first, min(first + self.group_size, len(self)))]
+        examples = [self._in_all_tokens(index) for index in range(first, min(first + self.group_size, len(self)))]
         examples.sort(key=self.num_tokens)
         batches = [examples[start : start + self.batch_size] for start in range(0, len(examples), self.batch_size)]
         # Only full batches change places: the last group's short one has to stay the last.
@@ -179,6 +179,16 @@ class CompressionDataset(Dataset):
         turns = sum(len(prompt) + len(target) for prompt, target in example["more_turns"])
         return len(example["context_ids"]) / self.ratio + len(example["prompt_ids"] + example["target_ids"]) + turns
 
+    def _in_all_tokens(self, index: int) -> dict[str, Any]:
+        """The example at `index`, its context also in the tokens of an encoder with its own."""
+        example = self._example_at(index)
+        if self.context_tokenizer is not None:
+            tokenizers = (self.tokenizer, self.context_tokenizer)
+            example["encoder_context_ids"] = in_encoder_tokens(example["context_ids"], *tokenizers)
+            passages = example.get("passages") or ()
+            example["encoder_passages"] = [in_encoder_tokens(passage, *tokenizers) for passage in passages]
+        return example
+
     def _example_at(self, index: int) -> dict[str, Any]:
         rng = random.Random(f"{self._seed}/{index}")
         limit = min(self.longest, scheduled_length(self.length_points, index / len(self)))
@@ -189,11 +199,6 @@ class CompressionDataset(Dataset):
             raise ValueError(
                 f"all rows are longer than the {limit} tokens that length_schedule has for example {index}"
             )
-        if self.context_tokenizer is not None:
-            tokenizers = (self.tokenizer, self.context_tokenizer)
-            example["encoder_context_ids"] = in_encoder_tokens(example["context_ids"], *tokenizers)
-            passages = example.get("passages") or ()
-            example["encoder_passages"] = [in_encoder_tokens(passage, *tokenizers) for passage in passages]
         return {**example, "index": index + self.epoch * len(self)}
 
     def _placed(self, place: int, index: int, limit: int, rng: random.Random) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from trl import SFTTrainer
 
 from ...modeling.memory.compressed_context import CompressedContext
 from ..arguments import TrainingConfig
-from ..base_trainer import BaseTrainer, without_metadata
+from ..base_trainer import BaseTrainer
 from ..losses import logits_function, negative_log_likelihood, prediction_positions
 
 # What the log calls a loss over rows of different ratios.
@@ -104,7 +104,6 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the sum of the losses behind all memories of the step, from one encoding."""
-        inputs = without_metadata(inputs)
         self._check_batch(inputs)
 
         def step(**batch: Tensor) -> Tensor:

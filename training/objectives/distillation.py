@@ -37,8 +37,7 @@ class DistillationTrainer(CompressionTrainer):
     ):
         super().__init__(model=model, args=args, **kwargs)
         # The loss is a mean over the batch's rows: the Trainer divides by the accumulation steps.
-        self.loss_is_scaled_for_ga = False
-        self.model_accepts_loss_kwargs = False
+        self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = False
         self.teacher = teacher
         if teacher is None:
             if moving := trained_base_weights(model):
@@ -48,7 +47,7 @@ class DistillationTrainer(CompressionTrainer):
                 )
             return
         teacher.requires_grad_(False).eval()
-        self.teacher = self.accelerator.prepare_model(teacher, evaluation_mode=True)
+        self.teacher = self.accelerator.prepare_model(teacher, device_placement=True, evaluation_mode=True)
 
     def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
         """The teacher's states that predict the answer tokens, `(num_answer_tokens, hidden_size)`."""

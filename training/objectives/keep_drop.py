@@ -20,7 +20,7 @@ from ...data.document_ids import document_id
 from ...data.rows import read_rows
 from ...modeling.text_compressor import opening, plain_words, word_places, word_sentences, word_spans
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
-from ..base_trainer import BaseTrainer, without_metadata
+from ..base_trainer import BaseTrainer
 
 _IGNORED = -1.0
 # The label of an answer's words is 1, of the other words in its sentence this.
@@ -157,9 +157,13 @@ class KeepDropCollator:
 class KeepDropTrainer(BaseTrainer):
     """A `Trainer` of token classifiers whose labels are probabilities, on batches of [`KeepDropCollator`]."""
 
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        # The loss is a mean of a batch: the library divides it by the batches that are accumulated.
+        self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = False
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the mean cross-entropy of the labels over tokens."""
-        inputs = without_metadata(inputs)
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         is_word = labels != _IGNORED
@@ -172,9 +176,8 @@ def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingCo
     """Return the trainer of a recipe: a classifier on `base` learns examples for `max_steps` steps."""
     if model_args.base is None or args.max_steps < 1:
         raise ValueError("keep_drop needs base, an encoder, and max_steps of at least 1")
-    examples = drawn_examples(
-        data_args, args.max_steps * args.train_batch_size * args.gradient_accumulation_steps, args.seed
-    )
+    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    examples = drawn_examples(data_args, args.max_steps * batch, args.seed)
     texts = [text for example in examples for text in (example["text"], example["question"]) if text]
     model, tokenizer = student(model_args.base, texts, **(model_args.model_config or {}))
     args.remove_unused_columns = False

@@ -23,7 +23,7 @@ from ...data.retrieval_sources import JudgedQueries, TextEncoder
 from ...modeling.modeling_decal_retrieval import chamfer
 from ...modeling.parts.text_ids import text_tokenizer
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
-from ..base_trainer import BaseTrainer, without_metadata
+from ..base_trainer import BaseTrainer
 from ..loading import DEFAULT_METHOD, load_compressor, load_tokenizer
 
 _SIDES = ("query", "document")
@@ -141,7 +141,7 @@ class RetrievalTrainer(BaseTrainer):
             return torch.stack(losses).sum()
 
         with self.accelerator.autocast():
-            loss = self.redirected_forward(model, step, **without_metadata(inputs))
+            loss = self.redirected_forward(model, step, **inputs)
         return (loss, ModelOutput(loss=loss)) if return_outputs else loss
 
     def _ratio_loss(self, module: PreTrainedModel, batch: dict[str, Tensor], ratio: int) -> Tensor:

@@ -122,7 +122,7 @@ class SegmentTrainer(CompressionTrainer):
         inputs = {**inputs, "num_targets": count_targets(inputs["labels"])}
         for span, lengths in _spans(inputs["segment_lengths"]):
             part = {name: inputs[name][:, span] for name in tensors} | {"segment_lengths": [lengths]}
-            later = {"num_targets": inputs["num_targets"], "soft_prompts": self._soft_prompts}
+            later = {"num_targets": inputs["num_targets"], "soft_prompts": self._soft_prompts, "documents": ()}
             yield {**inputs, **part} if span.start == 0 else {**part, **later}
 
     def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:

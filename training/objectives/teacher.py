@@ -11,7 +11,7 @@ from trl import SFTTrainer
 
 from ...configuration.nearest_names import check_choice
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
-from ..base_trainer import BaseTrainer, without_metadata
+from ..base_trainer import BaseTrainer
 from ..loading import load_tokenizer, pretrained_language_model
 from .compression import trainer_arguments
 
@@ -30,7 +30,6 @@ class TeacherTrainer(BaseTrainer, SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return TRL's own loss."""
-        inputs = without_metadata(inputs)
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         # TRL's own count starts anew where a run is resumed.
         self._metrics["train" if self.model.training else "eval"].pop("num_tokens", None)

@@ -130,6 +130,16 @@ def test_a_run_trains_all_weights_and_leaves_a_checkpoint_for_texts(recipe, tmp_
     assert 0 < len(text.split()) < len(DOCUMENTS[0].text.split()) / 2
 
 
+def test_accumulated_batches_have_the_loss_of_one(recipe):
+    losses = []
+    for size in (1, 4):
+        sizes = ["--per_device_train_batch_size", str(size), "--gradient_accumulation_steps", str(4 // size)]
+        trainer = build_trainer(*parse_recipe([str(recipe), *sizes, "--max_steps", "1", "--logging_steps", "1"]))
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=0.2)
+
+
 def test_a_base_and_a_number_of_steps_are_needed(recipe):
     for field in ("base", "max_steps"):
         with pytest.raises(ValueError, match="keep_drop needs base"):

@@ -58,6 +58,8 @@ def test_packed_texts_are_a_stream_cut_evenly(tokenizer, folder):
         parts = [own[0], *(own[i + 1] for i in borders)]
         assert names == [f"text {number}" for number in parts]
         assert example["documents"] == [document_id(TEXTS[number]) for number in parts]
+    own = PackedTexts(dataset.data, tokenizer, EXAMPLES, seed=3, context_tokenizer=tokenizer)[0]
+    assert tokenizer.decode(own["encoder_context_ids"]) == tokenizer.decode(own["context_ids"])
 
 
 def test_an_example_depends_on_its_index_alone(tokenizer, folder):

@@ -147,5 +147,8 @@ def test_the_loss_adds_up_over_ratios_and_every_weight_trains(tokenizer, folder,
     torch.testing.assert_close(trainer.compute_loss(model, dict(batch)), expected)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     trainer.train()
+    assert trainer.documents.is_whole
+    trainer.training_step(model, {name: value for name, value in batch.items() if name != "documents"})
+    assert not trainer.documents.is_whole
     for name, parameter in model.named_parameters():
         assert not parameter.equal(before[name]), name
