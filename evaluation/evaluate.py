@@ -142,7 +142,8 @@ def evaluate_model(
 def greedy_decoding(model: PreTrainedModel) -> dict[str, Any]:
     """Return the settings of greedy generation, with those of the model's own generation configuration."""
     own = model.generation_config.to_diff_dict() if model.generation_config is not None else {}
-    kept = {name: value for name, value in own.items() if not name.endswith(("_id", "_version")) and name[0] != "_"}
+    ends = ("_id", "_version", "repetition_penalty")
+    kept = {name: value for name, value in own.items() if not name.endswith(ends) and name[0] != "_"}
     return {**kept, "do_sample": False, "num_beams": 1}
 
 

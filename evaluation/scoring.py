@@ -321,7 +321,7 @@ class Scorer:
             **({} if memory is None else {"memory": memory}),
             # A text's score is its own: what is written beyond its limit is another row's time.
             max_new_tokens=max((limit for limit in limits if limit is not None), default=None),
-            **{"do_sample": False, "num_beams": 1, **self.settings.generation},
+            **{"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, **self.settings.generation},
             logits_processor=processors,
             pad_token_id=self.pad_token_id,
             # A tokenizer may have no EOS.

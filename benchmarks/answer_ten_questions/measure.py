@@ -31,6 +31,7 @@ from transformers.utils import logging
 from benchmarks.common.tools import (
     DTYPES,
     add_place_arguments,
+    cache_bytes,
     device_of,
     positive_int,
     save_and_report,
@@ -40,7 +41,6 @@ from benchmarks.common.tools import (
 )
 from context_compressors.demo import CHECKPOINT, fastest_dtype, load, read_pages
 from context_compressors.modeling.memory.compressed_context import CompressedContext
-from context_compressors.modeling.memory.key_value_memory import cache_bytes
 from context_compressors.modeling.parts.base_pass import CACHE
 from context_compressors.modeling.parts.text_ids import decoder_document_ids, question_ids
 from context_compressors.reporting.tables import markdown_table

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from context_compressors.cli.command import device_name, positive_int
 from context_compressors.configuration.layer_shape import LayerShape
 from context_compressors.configuration.methods import config_class
 from context_compressors.evaluation.flops import SHAPE_NAMES, method_config, named_config
 from context_compressors.modeling import model_class
+from context_compressors.modeling.memory.key_value_memory import cached_pairs
 from context_compressors.reporting.environment import environment
 from context_compressors.reporting.result_files import write_results
 
@@ -46,6 +47,14 @@ def script_parser(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes of all keys and values that a cache holds or that lie beside it."""
+    layers, _ = cached_pairs(cache) or ((), 0)
+    held = [*((layer.keys, layer.values) for layer in cache.layers)]
+    held += [(group.keys, group.values) for layer in layers for group in layer]
+    return sum(keys.nbytes + values.nbytes for keys, values in held)
 
 
 def positive_float(text: str) -> float:

@@ -18,11 +18,17 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache
 
-from benchmarks.common.tools import add_output_argument, positive_int, save_and_report, script_parser, tells_errors
+from benchmarks.common.tools import (
+    add_output_argument,
+    cache_bytes,
+    positive_int,
+    save_and_report,
+    script_parser,
+    tells_errors,
+)
 from benchmarks.ranked_key_values.choosing import CHECKPOINT, load
 from context_compressors.configuration.layer_shape import key_value_shape
 from context_compressors.demo import read_pages
-from context_compressors.modeling.memory.key_value_memory import cache_bytes
 from context_compressors.modeling.parts.base_pass import CACHE
 from context_compressors.reporting.tables import markdown_table
 

@@ -1156,7 +1156,7 @@ _IGNORED_FOR_MEMORIES = {
     *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
     "segment_windows",
     # Stored by earlier versions.
-    *("last_group", "restores_context_start", "ratio_selector", "ratio_scale"),
+    "restores_context_start",
     *("use_cache", "dtype", "torch_dtype", "quantization_config"),
     *("output_hidden_states", "output_attentions", "return_dict"),
 }
@@ -3017,6 +3017,7 @@ def inverse_frequencies(backbone: PreTrainedModel) -> Tensor | None:
 def position_bytes(config: Any, dtype: torch.dtype) -> int:
     """Return the bytes of one position's keys and values in a language model's cache, over all layers and heads."""
     layers, heads, head_dim = key_value_shape(config)
+    layers = sum(kind in _KEY_VALUE_LAYERS for kind in layer_kinds(config)) or layers
     return 2 * layers * heads * head_dim * dtype.itemsize
 
 
@@ -3075,6 +3076,7 @@ class ReadSlots:
         if (
             size * position_bytes(config.decoder_config, memory.dtype) > self.max_bytes
             or sliding_window(config.decoder_config) is not None
+            or "linear_attention" in layer_kinds(config.decoder_config)
             or self.backbone.num_pads_in_front(memory)
             or openings
             or any(len(text) == len(first) for text in texts)
@@ -3802,7 +3804,7 @@ class ContextCompressionQAPipeline(Pipeline):
         """Answer questions about documents or their memories."""
         if (context is not None) + (memory is not None) + (store is not None) != 1:
             raise ValueError("give either `context`, `memory` or `store`")
-        if (store is None) != (ids is None):
+        if (store is None) != (not ids):
             raise ValueError("give `store` and `ids` together")
         if store is not None:
             memory = store.get(ids).to(self.device, self.model.dtype)
@@ -4104,8 +4106,8 @@ class ContextCompressionQAPipeline(Pipeline):
         scores = self.model.compute_transition_scores(output.sequences, output.logits, beams, normalize_logits=True)
         new_tokens = output.sequences[:, -scores.shape[1] :]
         is_pad = new_tokens == self._pad_token_id
-        means = scores.masked_fill(is_pad, 0).sum(dim=1) / (~is_pad).sum(dim=1).clamp(min=1)
-        return list(zip(new_tokens, means.tolist(), strict=True))
+        means = scores.masked_fill(is_pad, 0).sum(dim=1) / (~is_pad).sum(dim=1)
+        return list(zip(new_tokens, means.nan_to_num(nan=-math.inf).tolist(), strict=True))
 
 
 def _check_documents(texts: Sequence[Any]) -> None:
@@ -4123,7 +4125,8 @@ def _as_list(name: str, value: Any) -> tuple[list[Any], bool]:
 def _with_defaults(arguments: Mapping[str, Any], pad_token_id: int | None) -> dict[str, Any]:
     arguments = dict(arguments)
     own = copy.deepcopy(arguments.pop("generation_config", None))
-    defaults = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "pad_token_id": pad_token_id}
+    defaults: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "pad_token_id": pad_token_id}
+    defaults |= {"num_beams": 1, "repetition_penalty": 1.0}
     defaults |= {"num_return_sequences": 1, "return_dict_in_generate": False}
     if own is None:
         if arguments.get("max_length") is not None:
@@ -4406,7 +4409,7 @@ class CompressorModel(CompressorBackbone):
         warn_about_positions(config.decoder_config, memory.attention_mask.shape[1], max(text.lengths))
         if memory.embeddings is None:
             slot_mask = self.cached_slot_mask(memory)
-            check_sliding_window(config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
+            check_sliding_window(config.decoder_config, memory.attention_mask.shape[1], text_mask.shape[1])
             return {
                 "inputs_embeds": embeddings,
                 "attention_mask": torch.cat([slot_mask, text_mask], dim=1),
@@ -4453,7 +4456,7 @@ class CompressorModel(CompressorBackbone):
         if memory is not None and memory.carrier == "key_values":
             # The slots came first, and then the text as it was given.
             slot_mask = self.cached_slot_mask(memory)
-            check_sliding_window(self.config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
+            check_sliding_window(self.config.decoder_config, memory.attention_mask.shape[1], text_mask.shape[1])
             mask = torch.cat([slot_mask, text_mask], dim=1)
         else:
             slots = [text_mask[:, :0]]
@@ -4463,7 +4466,7 @@ class CompressorModel(CompressorBackbone):
             mask = torch.cat([*slots, text_mask], dim=1).sort(dim=1).values
         if cache.is_compileable:
             # One compiled graph serves passes of one shape; the places behind the text are masked by causality.
-            length = max(layer.max_cache_len for layer in cache.layers)
+            length = max(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
             mask = functional.pad(mask, (0, max(0, length - mask.shape[1])))
         return {
             "inputs_embeds": self._embed_text(input_ids),
@@ -4833,8 +4836,10 @@ class MemoryTokenModel(CompressorModel):
         are_nested = not apart and self.config.position_layout == "default"
         counts = [slot_counts(self.config, chunks.lengths, ratio) for ratio in ratios]
         chunks = self._with_markers(chunks)
-        is_together = are_nested or self.encoder_backbone.config._attn_implementation in PAIRWISE_MASKS
-        for places in [slice(None)] if is_together else [slice(i, i + 1) for i in range(len(counts))]:
+        encoder = self.encoder_backbone.config
+        # Layers of linear attention take no mask between the tokens of two ratios.
+        is_pairwise = encoder._attn_implementation in PAIRWISE_MASKS and "linear_attention" not in layer_kinds(encoder)
+        for places in [slice(None)] if are_nested or is_pairwise else [slice(i, i + 1) for i in range(len(counts))]:
             yield self._joined_rows(chunks, counts[places], ratios[places], are_nested)
 
     def _with_markers(self, chunks: Chunks) -> Chunks:

@@ -45,7 +45,7 @@ _IGNORED_FOR_MEMORIES = {
     *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
     "segment_windows",
     # Stored by earlier versions.
-    *("last_group", "restores_context_start", "ratio_selector", "ratio_scale"),
+    "restores_context_start",
     *("use_cache", "dtype", "torch_dtype", "quantization_config"),
     *("output_hidden_states", "output_attentions", "return_dict"),
 }

@@ -501,7 +501,8 @@ def _with_defaults(arguments: Mapping[str, Any], pad_token_id: int | None) -> di
     the model's own `generation_config` says."""
     arguments = dict(arguments)
     own = copy.deepcopy(arguments.pop("generation_config", None))
-    defaults = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "pad_token_id": pad_token_id}
+    defaults: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "pad_token_id": pad_token_id}
+    defaults |= {"num_beams": 1, "repetition_penalty": 1.0}
     defaults |= {"num_return_sequences": 1, "return_dict_in_generate": False}
     if own is None:
         if arguments.get("max_length") is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from ...configuration.layer_shape import layer_kinds
 from ..memory.compressed_context import KeyValues
 from ..memory.key_value_memory import KeyValueRecorder, sliding_window
 from ..parts.base_pass import PAIRWISE_MASKS, embedding_scale, mask_for
@@ -160,8 +161,10 @@ class MemoryTokenModel(CompressorModel):
         are_nested = not apart and self.config.position_layout == "default"
         counts = [slot_counts(self.config, chunks.lengths, ratio) for ratio in ratios]
         chunks = self._with_markers(chunks)
-        is_together = are_nested or self.encoder_backbone.config._attn_implementation in PAIRWISE_MASKS
-        for places in [slice(None)] if is_together else [slice(i, i + 1) for i in range(len(counts))]:
+        encoder = self.encoder_backbone.config
+        # Layers of linear attention take no mask between the tokens of two ratios.
+        is_pairwise = encoder._attn_implementation in PAIRWISE_MASKS and "linear_attention" not in layer_kinds(encoder)
+        for places in [slice(None)] if are_nested or is_pairwise else [slice(i, i + 1) for i in range(len(counts))]:
             yield self._joined_rows(chunks, counts[places], ratios[places], are_nested)
 
     def _with_markers(self, chunks: Chunks) -> Chunks:

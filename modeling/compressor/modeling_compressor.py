@@ -360,7 +360,7 @@ class CompressorModel(CompressorBackbone):
         warn_about_positions(config.decoder_config, memory.attention_mask.shape[1], max(text.lengths))
         if memory.embeddings is None:
             slot_mask = self.cached_slot_mask(memory)
-            check_sliding_window(config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
+            check_sliding_window(config.decoder_config, memory.attention_mask.shape[1], text_mask.shape[1])
             return {
                 "inputs_embeds": embeddings,
                 "attention_mask": torch.cat([slot_mask, text_mask], dim=1),
@@ -407,7 +407,7 @@ class CompressorModel(CompressorBackbone):
         if memory is not None and memory.carrier == "key_values":
             # The slots came first, and then the text as it was given.
             slot_mask = self.cached_slot_mask(memory)
-            check_sliding_window(self.config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
+            check_sliding_window(self.config.decoder_config, memory.attention_mask.shape[1], text_mask.shape[1])
             mask = torch.cat([slot_mask, text_mask], dim=1)
         else:
             slots = [text_mask[:, :0]]
@@ -417,7 +417,7 @@ class CompressorModel(CompressorBackbone):
             mask = torch.cat([*slots, text_mask], dim=1).sort(dim=1).values
         if cache.is_compileable:
             # One compiled graph serves passes of one shape; the places behind the text are masked by causality.
-            length = max(layer.max_cache_len for layer in cache.layers)
+            length = max(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
             mask = functional.pad(mask, (0, max(0, length - mask.shape[1])))
         return {
             "inputs_embeds": self._embed_text(input_ids),

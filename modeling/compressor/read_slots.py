@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
+from ...configuration.layer_shape import layer_kinds
 from ..checkpoint.fingerprints import weight_versions
 from ..memory.carriers import map_carrier
 from ..memory.compressed_context import CompressedContext
@@ -54,6 +55,7 @@ class ReadSlots:
         if (
             size * position_bytes(config.decoder_config, memory.dtype) > self.max_bytes
             or sliding_window(config.decoder_config) is not None
+            or "linear_attention" in layer_kinds(config.decoder_config)
             or self.backbone.num_pads_in_front(memory)
             or openings
             or any(len(text) == len(first) for text in texts)

@@ -171,15 +171,8 @@ def inverse_frequencies(backbone: PreTrainedModel) -> Tensor | None:
 def position_bytes(config: Any, dtype: torch.dtype) -> int:
     """Return the bytes of one position's keys and values in a language model's cache, over all layers and heads."""
     layers, heads, head_dim = key_value_shape(config)
+    layers = sum(kind in _KEY_VALUE_LAYERS for kind in layer_kinds(config)) or layers
     return 2 * layers * heads * head_dim * dtype.itemsize
-
-
-def cache_bytes(cache: Cache) -> int:
-    """Bytes of all keys and values that a cache holds or that lie beside it."""
-    layers, _ = cached_pairs(cache) or ((), 0)
-    held = [*((layer.keys, layer.values) for layer in cache.layers)]
-    held += [(group.keys, group.values) for layer in layers for group in layer]
-    return sum(keys.nbytes + values.nbytes for keys, values in held)
 
 
 def check_has_key_values(config: Any) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from tiny_bases import LM, ids_of
+from tiny_models import METHODS, Case
 from transformers import (
     CohereConfig,
     DynamicCache,
@@ -62,9 +63,10 @@ def test_text_behind_keys_and_values_equals_a_plain_cache(backbone_case):
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
-def test_slots_and_text_beyond_a_sliding_window_are_refused(five_hundred_x, architecture):
-    case = five_hundred_x.on(architecture=architecture, attention="eager")
-    model = case.build(decoder_config={"sliding_window": 10})
+@pytest.mark.parametrize("name", ["five_hundred_x", "ranked_key_values"])
+def test_slots_and_text_beyond_a_sliding_window_are_refused(name, architecture):
+    method = next(method for method in METHODS if method.name == name)
+    model = Case(method, architecture=architecture, attention="eager").build(decoder_config={"sliding_window": 10})
     memory = model.compress(ids_of(12), ratio=2)
     model(ids_of(4, seed=1), memory=memory)
     with pytest.raises(ValueError, match=r"6 slots and 5 text tokens.*window of 10 tokens"):

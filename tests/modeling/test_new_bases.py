@@ -8,6 +8,7 @@ from tiny_models import METHODS, TRAINING_FREE, Case
 from transformers import Qwen2MoeConfig
 
 from context_compressors import MeanPoolingConfig, MeanPoolingModel
+from context_compressors.modeling.compressor.read_slots import ReadSlots
 
 CASES = [Case(method, architecture=base) for base in NEW_BASES for method in (*METHODS, *TRAINING_FREE)]
 # They move keys, and Gemma 3 turns keys by two tables, SmolLM3 those of some layers by none.
@@ -38,6 +39,18 @@ def test_a_method_reads_a_new_base_or_refuses_it_by_its_layers(of_base, pad_rows
         assert not torch.allclose(expected, model(text).logits[0], atol=1e-2)
         settings = {"memory": alone, "max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
         assert model.generate(text, **settings).equal(model.generate(text, use_cache=False, **settings))
+
+
+def test_linear_attention_reads_ratios_questions_and_static_caches():
+    model = next(c for c in CASES if (c.method.name, c.architecture) == ("icae", "qwen3_5")).build(
+        position_layout="enhanced"
+    )
+    both, text = model.compress(ids_of(12), ratio=[2, 3]), ids_of(4, seed=2)
+    for ratio, memory in zip((2, 3), both, strict=True):
+        torch.testing.assert_close(memory.embeddings, model.compress(ids_of(12), ratio=ratio).embeddings)
+    assert ReadSlots(model).read(both[0], [[1, 2], [3]])[0] is both[0]
+    settings = {"memory": both[0], "max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    assert model.generate(text, **settings).equal(model.generate(text, cache_implementation="static", **settings))
 
 
 def test_adapters_sit_on_the_linear_maps_beside_experts():

@@ -252,5 +252,9 @@ def test_generation_settings_pass_through_and_stay_as_they_are(pipe):
     assert pipe(**asked, generation_config=GenerationConfig(num_beams=2, **LENGTH)) == beams
     assert pipe(**asked, generation_config=own, **short) == pipe(**asked, num_beams=2, **short)
     assert (own.max_new_tokens, own.do_sample) == (9, None)
-    for full, cut in zip(pipe(**asked), pipe(**asked, **short), strict=True):
+    greedy = pipe(**asked)
+    for full, cut in zip(greedy, pipe(**asked, **short), strict=True):
         assert full["answer"].startswith(cut["answer"])
+    pipe.model.generation_config.repetition_penalty = 1.5
+    assert pipe(**asked) == greedy
+    pipe.model.generation_config.repetition_penalty = None
