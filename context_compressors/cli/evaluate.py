@@ -160,9 +160,6 @@ def _rank(arguments: argparse.Namespace, settings: EvaluationSettings) -> None:
     from ..reporting.result_files import write_results
     from .loading import load_retriever
 
-    others = ["resume", "max_samples", "base_model", "teacher", "out_of_domain", "plots", "merge_adapters"]
-    if ignored := [name for name in others if getattr(arguments, name)]:
-        raise ValueError(f"--tasks retrieval takes no --{ignored[0].replace('_', '-')}: leave it out")
     if len(arguments.data) != 1:
         raise ValueError(f"--tasks retrieval ranks one corpus, PLACE[@SPLIT], got --data {arguments.data}")
     place, _, split = arguments.data[0].partition("@")

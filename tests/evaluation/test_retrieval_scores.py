@@ -157,7 +157,5 @@ def test_ratios_and_bm25_are_compared_query_by_query(retriever, tokenizer, beir,
             assert mean == pytest.approx(row[metric], rel=1e-3)
     assert cli.main(["compare", str(kept), "--conditions", "bm25", "ratio=4"]) == 0
     assert "| animals, test | ndcg_at_10 | bm25  | ratio=4 | 2       | 2 " in capsys.readouterr().out
-    assert cli.main([*argv, "--resume"]) == 1
-    assert "--tasks retrieval takes no --resume" in capsys.readouterr().err
     assert cli.main([*argv, "--data", str(beir), str(beir), "--overwrite"]) == 1
     assert "--tasks retrieval ranks one corpus, PLACE[@SPLIT]" in capsys.readouterr().err
